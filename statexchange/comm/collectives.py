@@ -75,7 +75,10 @@ def _op_name(op: object) -> str:
 
 
 def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
-    """Return the least and the greatest int64 whose product with `factor` lies within `limits`."""
+    """Return the least and the greatest int64 whose product with `factor` lies within `limits`.
+
+    Those of int8 with the factor 2 are -64 and 63.
+    """
     if factor == 0:
         return -_INT64_MAX - 1, _INT64_MAX
     low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
@@ -160,7 +163,9 @@ class Reduction:
     def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Return the reduction of a copy of `tensor` in a dtype that the backend reduces right, or by Backend's own."""
         if self.dtype == torch.bool:
-            return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
+            # The sum of bools is whether any is true, their product whether all are.
+            op = "max" if self.op in ("sum", "max") else "min"
+            return self._run(backend, tensor.to(torch.uint8), op, wait)
         if self.dtype in INTS:
             return self._integers(backend, tensor, wait)
         if self.dtype in COMPLEX:
@@ -178,7 +183,10 @@ class Reduction:
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
+        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks.
+
+        The maximum of ``[nan, 2]`` and ``[1, 3]`` is that of ``[-inf, 2]`` and ``[1, 3]``, with NaN in place of 1.
+        """
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")
@@ -186,6 +194,7 @@ class Reduction:
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
+        # Applied last: `_range_of_results` tells which results, times the factor, fit.
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
@@ -319,9 +328,10 @@ def all_reduce(
     """See `Communicator.all_reduce`. Collective."""
     has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
     is_plain = has_plain_options and _is_plain(tensor)
-    known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        return _repeat_all_reduce(route, tensor, op, known)
+    if is_plain and route.may_repeat:
+        known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape))
+        if known is not None:
+            return _repeat_all_reduce(route, tensor, op, known)
     if isinstance(tensor, float | int) and not isinstance(tensor, bool):
         return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
@@ -489,12 +499,11 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
     is_plain = type(root) is int and out is None and not async_op and _is_plain(tensor)
-    known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        assert isinstance(tensor, torch.Tensor)  # for mypy
-        data = _plain_bytes(tensor)
-        _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
-        return tensor
+    if is_plain and route.may_repeat:
+        known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape))
+        if known is not None:
+            _repeat_broadcast(route, tensor, root, known)
+            return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
         route.session.check_root(root)
@@ -515,15 +524,23 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
     return result
 
 
+def _repeat_broadcast(route: Route, tensor: TensorLike, root: int, known: KnownCall) -> None:
+    """Broadcast a plain tensor of a dtype and shape that were broadcast before. Collective."""
+    assert isinstance(tensor, torch.Tensor)  # for mypy
+    data = _plain_bytes(tensor)
+    _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
+
+
 def gather(
     route: Route, tensor: TensorKindT, root: int | None, async_op: bool
 ) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
     verb = "all_gather" if root is None else "gather"
     is_plain = root is None and not async_op and _is_plain(tensor)
-    known = route.known.get((verb, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        return _repeat_all_gather(route, tensor, known)
+    if is_plain and route.may_repeat:
+        known = route.known.get((verb, tensor.dtype, tensor.shape))
+        if known is not None:
+            return _repeat_all_gather(route, tensor, known)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
@@ -537,15 +554,19 @@ def gather(
             backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
         else:
             nbytes = given.bytes.numel()
-            sent = [nbytes if rank == root else 0 for rank in range(route.world_size)]
-            received = [nbytes if has_result else 0] * route.world_size
+            sent = [0] * route.world_size
+            sent[root] = nbytes
+            received = [nbytes * has_result] * route.world_size
             backend.flat.all_to_all(given.bytes, sent, gathered.view(torch.uint8), received, wait)
         if not has_result:
             return []
         parts = gathered.view(route.world_size, *given.tensor.shape)
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
-    call = Call(f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}")
+    text = f"{verb} {given.text}"
+    if root is not None:
+        text += f" to {root}"
+    call = Call(text)
     result = route.collective(call, backend, body, async_op)
     if is_plain:
         route.remember((verb, given.tensor.dtype, given.tensor.shape), call, backend)
@@ -580,7 +601,7 @@ class _TensorMetadata(NamedTuple):
 
 
 def _metadata_json(flats: Sequence[FlatTensor[Any]]) -> bytes:
-    """Return the metadata of tensors as JSON."""
+    """Return the metadata of tensors as JSON: of one, ``[["float32", [2, 3], "cpu"]]``."""
     metadata = [_TensorMetadata(str(flat.tensor.dtype)[6:], list(flat.tensor.shape), flat.kind) for flat in flats]
     return json.dumps(metadata).encode()
 
@@ -600,8 +621,8 @@ def _one_per_rank(
             "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
         )
     if backend is None:
-        device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
-        backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
+        backends = set(map(route.backend_of, tensors))
+        backend = backends.pop() if len(backends) == 1 else route.backend_for("cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
 
 
@@ -610,8 +631,12 @@ def _exchanged(
 ) -> list[TensorLike]:
     """Send tensor i of `flats`, which may be empty, to rank i; return what the ranks send to this one. Collective."""
     messages = route.session.messages(call, _metadata_json(flats), None, wait)
-    by_sender = [_metadata_from_json(message)[route.rank :][:1] for message in messages]  # [] of a rank without tensors
-    sizes = [sum(metadata.nbytes for metadata in one_or_none) for one_or_none in by_sender]
+    by_sender = []
+    sizes = []
+    for message in messages:
+        to_this = _metadata_from_json(message)[route.rank :][:1]  # [] of a rank without tensors
+        by_sender.append(to_this)
+        sizes.append(sum(metadata.nbytes for metadata in to_this))
     data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)
     if flats:
         data = torch.cat([flat.bytes for flat in flats])
@@ -619,8 +644,8 @@ def _exchanged(
     received = data.new_empty(sum(sizes))
     backend.flat.all_to_all(data, sent, received, sizes, wait)
     tensors = []
-    for one_or_none, part in zip(by_sender, torch.split(received, sizes), strict=True):
-        tensors += [metadata.tensor_over(part, route) for metadata in one_or_none]
+    for to_this, part in zip(by_sender, torch.split(received, sizes), strict=True):
+        tensors += [metadata.tensor_over(part, route) for metadata in to_this]
     return tensors
 
 
@@ -727,7 +752,11 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
 
 
 def _note_if_different(mover: Backend, verb: str, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same."""
+    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same.
+
+    A note: the 8 bytes of a hash of ``float32[2]``, then ``rank 0 called send float32[2] to 1 at train.py:7``.
+    """
+    # Of a fixed size, since a receive must know it. The text is cut, which the hash is not.
     shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
     own_hash = fingerprint_of(text).to_bytes(8, "little")
     sent = torch.frombuffer(bytearray(own_hash + shown), dtype=torch.uint8)

@@ -316,6 +316,7 @@ class Communicator:
                 raise error
             return [note]
         record = None
+        # AbandonedError is no failure of this rank: it only leads here, where another rank reports one.
         if error is not None and not isinstance(error, AbandonedError):
             record = session.record(error, step_text(phase))
         call = Call(f"the end of {phase}", failure=record)
@@ -1068,6 +1069,7 @@ class Communicator:
         """
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
+        # In the order in which they are given: another order is another group, with other ranks.
         key = tuple(ranks)
         groups = self._groups
         if key not in groups or groups[key].is_closed:
@@ -1128,11 +1130,12 @@ class Communicator:
         session, call = self._session, Call("duplicate")
 
         def make() -> Communicator:
+            # Not `new_group`, which returns the same communicator each time.
             with session.forming_group():
                 bootstrap = session.transport.new_group(range(self.world_size), self.timeout_s)
                 return self._form(bootstrap, self.timeout_s)
 
-        session.all_gather_bytes(call, b"")
+        session.all_gather_bytes(call, b"")  # so that a rank that does not call is named
         return session.guarded(call, make)
 
     @property
@@ -1177,7 +1180,7 @@ class Communicator:
         """
         if self.is_inherited:
             return
-        for dependent in list(self.dependents):
+        for dependent in list(self.dependents):  # a copy, as each removes itself
             dependent.close()
         for group in self._groups.values():
             if group is not self:

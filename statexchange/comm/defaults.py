@@ -273,7 +273,7 @@ def set_default(comm: Communicator | None) -> None:
     """Replace the default: inside a `use` block for this thread, else for the process. Not collective."""
     global _of_process
     try:
-        _default.get()
+        _default.get()  # only `use` gives it a value, also None
         _default.set(comm)
     except LookupError:
         _of_process = comm
@@ -342,6 +342,7 @@ def _resolved(comm: Any) -> Communicator:  # noqa: ANN401 (whatever a caller gav
         return _default_communicator()
     if isinstance(comm, Communicator):
         return comm
+    # By names, so that neither torch nor mpi4py is imported for a caller that has none of them.
     if type(comm).__name__ == "DeviceMesh":
         return _from_mesh(comm)
     if type(comm).__module__.startswith("mpi4py"):
@@ -466,6 +467,7 @@ def get_rank() -> int:
         >>> sx.get_rank()
         0
     """
+    # Not `get_communicator`, which may make one: that is collective.
     comm, group = current(), torch_default_group()
     if comm is not None:
         return comm.rank

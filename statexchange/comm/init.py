@@ -121,6 +121,7 @@ def init(
     with needing_extra("init without MPI"):
         comm = _make(options, default_timeout_s() if seconds is None else seconds)
     try:
+        # A phase, as a rank may lack its GPU: then all raise, and the others do not wait for it in their first call.
         with public_call("init"), comm.phase("choosing a device"):
             comm.compute_on(_choose(devices, defaults.local_rank_of(comm)))
     except BaseException:
@@ -160,6 +161,7 @@ def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
 def _make(options: InitOptions, timeout_s: float) -> Communicator:
     check = options.check != "off"
     is_torchs = options.backend in ("gloo", "nccl")
+    # With a rendezvous the caller names the ranks, which need not be those of a group that runs.
     running = defaults.torch_default_group() if is_torchs or options.rendezvous is None else None
     if options.backend == "auto" and running is not None:
         return defaults.adopted(running, timeout_s, check=check)
@@ -173,7 +175,7 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
         from statexchange.comm.backends.nccl import NCCLBackend
 
         group = defaults.torch_default_group()
-        if group is None:
+        if group is None:  # else the user has initialised it, or this is the second call
             store, rank, size = bootstrap.lasting_store, bootstrap.rank, bootstrap.world_size
             group = torch_groups.start(options.backend, store, rank, size, timeout_s)
         return NCCLBackend(group, bootstrap) if options.backend == "nccl" else None
@@ -231,7 +233,7 @@ def shutdown() -> None:
     if comm is not None:
         comm.close()
         defaults.set_default(None)
-    defaults.forget_all()
+    defaults.forget_all()  # also where there is no default: adopted groups have communicators of their own
 
 
 Devices = Sequence[Any] | Literal[False] | None

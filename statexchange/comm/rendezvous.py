@@ -165,14 +165,15 @@ def _lead(
 
 def _follow(joining: Joining, places: Callable[[], Sequence[Place]]) -> StoreBootstrap:
     """Return a bootstrap backend at the store that rank 0 serves, or will serve, at one of `places`. Collective."""
-    reason = lost = ""
+    reason = lost = ""  # why the last attempt failed, and the last one after which a server was lost
     while True:
         for place in places():
+            # At the deadline one attempt is made all the same, so that the error can tell its reason.
             if place.nonce in _completed or (reason and time.monotonic() > joining.deadline):
                 continue
             try:
                 store, server = tcp_store.connect(place, joining.timeout_s, joining.deadline)
-                if server not in _completed:
+                if server not in _completed:  # a URL of TCP does not tell the nonce: only the server does
                     joining.join(store)
                     _completed.add(server)
                     return StoreBootstrap(store, joining.rank, range(joining.world_size))

@@ -249,7 +249,9 @@ class Session:
         answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
         if any(answer[:8] != fingerprint for answer in answers):
             raise DifferentCallsError
-        return [answer[8:] for answer in answers] if root is None or root == self.rank else []
+        if root not in (None, self.rank):  # the transport gives all ranks all answers
+            return []
+        return [answer[8:] for answer in answers]
 
     def _enter(self, call: Call, location: int | None, wait: Wait) -> Sequence[int]:
         """Compare the ranks' calls at the entry of a collective on tensors. This is what `Wait.enter` calls."""
@@ -343,7 +345,7 @@ class Session:
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
         """Join the collective for which `call` was broken off, and raise the failure that it reports. Collective."""
-        if self.monitor.collective_requested():
+        if self.monitor.collective_requested():  # else this rank has joined it already, in another call
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
 
@@ -382,6 +384,7 @@ class Session:
         try:
             result = body()
         except DifferentCallsError:
+            # Guarded, too: a rank may die in this exchange as in any other.
             error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
             self._note_shared_error(call, error, is_shared)
             raise error from None
@@ -435,7 +438,9 @@ class Session:
         """
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
-        self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
+        if not isinstance(error, StateExchangeError):
+            error = from_record(self.record(error, call.text))
+        self.dead = error
         self.monitor.report_failure(self.dead)
         self.backend.leave(self.dead)
 
@@ -451,13 +456,14 @@ class Session:
 
         Collective over them.
         """
+        # In one order first, so that ranks that give different orders meet, and can compare them.
         members = sorted(ranks)
         if len(members) == self.world_size:
             self.all_gather_bytes(Call(f"new_group({list(ranks)})"), b"")
             group = self.transport
         else:
             self.raise_if_dead()
-            self.drain()
+            self.drain()  # as `all_gather_bytes` does in the other branch
             group = self.transport.new_group(members, self.timeout_s)
             self._compare_orders(group, ranks, members)
         if members == list(ranks):
@@ -495,6 +501,7 @@ class Session:
             ended = "this rank's code" if public is None else public
             since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
+        # Work under way uses the monitor and the backends: it ends before they close, or a second has passed.
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.close(_CLOSE_S)
         self.monitor.close()
@@ -541,6 +548,7 @@ class Route:
         if call.public is not None or page is None or not backend.enters_itself:
             return
         if key not in self.known:
+            # A program whose shapes change in every step would else fill the memory.
             if len(self.known) >= _MOST_KNOWN:
                 self.known.clear()
             self.known[key] = None

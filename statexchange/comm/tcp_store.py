@@ -81,6 +81,7 @@ class Server:
 
         torch.distributed may serve its store at the same port later: scripts set one MASTER_PORT for both.
         """
+        # Torch need not wait for the other ranks: rank 0 does, and names those that are missing (`Joining`).
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
             self._store: Store | None = _stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options)
@@ -121,6 +122,7 @@ def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> t
         try:
             # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
             socket.create_connection((address, place.port), min(left_s, _ATTEMPT_S)).close()
+            # In another thread, which a program that takes connections and answers nothing would hold up.
             connecting = begun("a connection to the store", functools.partial(_client, address, place, timeout_s))
             return connecting.wait(min(left_s, _HANDSHAKE_S))
         except StallError:
@@ -176,6 +178,7 @@ class Joining:
                 self._wait_for_all(store)
                 self._decide(store, _COMPLETE)
             except BaseException as error:
+                # An interrupt, too. If the rendezvous is decided already, this changes nothing.
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
                     store.compare_set("decision", "", json.dumps(to_record(error, 0, _PHASE)))
                     time.sleep(_NOTICE_S)  # the others read it
@@ -196,6 +199,7 @@ class Joining:
 
     def _introduce(self, store: Store) -> None:
         """Write the keys of this rank; fail the rendezvous if they contradict those of another one."""
+        # With "" as the expected value `compare_set` writes only a new key, and it returns what is there afterwards.
         world_size = int(store.compare_set("world_size", "", str(self.world_size)))
         error: StateExchangeError
         if world_size != self.world_size:
@@ -246,7 +250,8 @@ class Joining:
         """
         while not store.check(["decision"]):
             if time.monotonic() > self.deadline:
-                if missing := self._missing(store):
+                missing = self._missing(store)
+                if missing:
                     raise self.absent_error(missing)
                 if time.monotonic() > self.deadline + _NOTICE_S:
                     raise self._unanswered_error()
@@ -256,7 +261,8 @@ class Joining:
     def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
         """Return the error for ranks that did not join."""
         text = f"ranks {list(ranks)} did not join at {self.where} in {self.timeout_s:g} s"
-        text += f": {reason}" if reason else ""
+        if reason:
+            text += f": {reason}"
         return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
     def _unanswered_error(self) -> StallError:

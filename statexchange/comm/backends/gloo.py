@@ -165,6 +165,7 @@ class GlooBackend(Backend):
     def _gathered(self, part: bytes, size: int, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, padded with zeros to `size`."""
         data = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
+        # Here and elsewhere `device` is given, as a user may have set another default device.
         into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
         return [row.tobytes() for row in into.view(self.world_size, size).numpy()]
@@ -187,6 +188,7 @@ class GlooBackend(Backend):
             return
         sizes = [data.numel()] * self.world_size
         if into.nbytes <= _SMALL_BYTES:
+            # The data is repeated for each rank, which costs less than a second step while it is small.
             self.all_to_all(data.repeat(self.world_size), sizes, into, sizes, wait)
             return
         rows = into.view(self.world_size, -1)
@@ -214,7 +216,7 @@ class GlooBackend(Backend):
     def _transfer(self, post: Callable[[], NativeWork], wait: Wait) -> None:
         try:
             self._complete(wait, lambda: self._wait_in_thread(post(), wait))
-        except StallError:
+        except StallError:  # no timeout of Gloo's ends the thread before tomorrow
             self._break_off()
             raise
 

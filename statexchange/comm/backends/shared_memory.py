@@ -51,8 +51,8 @@ _WINDOW_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 19  # of all ranks together; up to this size every rank reduces all of it, which saves barriers
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
 _MAX_KEPT_VIEWS = 256
-_LINE_BYTES = 64
-_OFFSET_BITS = 40
+_LINE_BYTES = 64  # no two ranks write to one cache line: it would move between their cores with each store
+_OFFSET_BITS = 40  # of a location, a word of the page: 2**24 regions of up to 1 TiB
 _USED, _MEMORY, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
 
 
@@ -139,10 +139,12 @@ class SharedMemoryBackend(Backend):
     def _share(self, nbytes: int, wait: Wait) -> _SharedMemory | None:
         """Make memory of which each rank has `nbytes`; return None, on all ranks, if one has too little. Collective."""
         arena: Arena | None = None
+        offer = None
         with contextlib.suppress(StorageError):
             arena = Arena.create(nbytes)
-        offer = json.dumps(None if arena is None else arena.address).encode()
-        addresses = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _MEMORY, wait)]
+            offer = arena.address
+        answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _MEMORY, wait)
+        addresses = [json.loads(answer) for answer in answers]
         if arena is None or None in addresses:
             if arena is not None:
                 arena.close()
@@ -200,6 +202,7 @@ class SharedMemoryBackend(Backend):
         """Return the location of `tensor`: the number of its region and the offset there; 0 if it lies in none."""
         address = tensor.data_ptr()
         nbytes = tensor.numel() * tensor.itemsize
+        # A part of a region counts, too: a bucket is a part of what `empty` returned.
         for number, region in self._regions.items():
             if region.address <= address and address + nbytes <= region.address + region.nbytes:
                 return number << _OFFSET_BITS | (address - region.address)
@@ -221,9 +224,10 @@ class SharedMemoryBackend(Backend):
             self._reduce_all(tensor, op, finish, wait, keeps=True)
             return
         locations = wait.enter(self._locate(tensor))
+        # All ranks decide alike, as all have the locations of all.
         if all(locations):
             self._reduce_in_place([self._at(at, r, tensor) for r, at in enumerate(locations)], op, finish)
-            self._page.sync(wait)
+            self._page.sync(wait)  # until then the other ranks write into this rank's tensor
         else:
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
@@ -239,6 +243,7 @@ class SharedMemoryBackend(Backend):
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
         parts = self._next_window(tensor.dtype, tensor.numel())
+        # Before the entry, so that its barrier serves for the data, too.
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
@@ -251,6 +256,7 @@ class SharedMemoryBackend(Backend):
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
         begin, end = self._slices(parts[0])[self.rank]
+        # Chunk by chunk, so that a result is still in cache when it is copied to the other ranks' tensors.
         step = _CHUNK_BYTES // parts[0].itemsize
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
         for at in range(begin, end, step):
@@ -304,6 +310,7 @@ class SharedMemoryBackend(Backend):
         wait.enter()
         rows = tensor.view(self.world_size, -1)
         step = _WINDOW_BYTES // tensor.itemsize // self.world_size
+        # A piece needs one barrier, not two: the next one is written into the other window.
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
@@ -319,17 +326,20 @@ class SharedMemoryBackend(Backend):
         is_root = self.rank == root
         location = wait.enter(self._locate(data) if is_root else 0)[root]
         if not location:
-            sent, reads = (data, []) if is_root else (None, [(root, 0, data)])
-            self._move(sent, data.numel(), reads, wait)
+            if is_root:
+                self._move(data, data.numel(), [], wait)
+            else:
+                self._move(None, data.numel(), [(root, 0, data)], wait)
             return
         if not is_root:
             data.copy_(self._at(location, root, data))
-        self._page.sync(wait)
+        self._page.sync(wait)  # until all have read it, root must not change the tensor
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather through the staging buffers. Collective."""
         wait.enter()
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(into.view(self.world_size, -1))], wait)
+        parts = into.view(self.world_size, -1)
+        self._move(data, data.numel(), [(rank, 0, part) for rank, part in enumerate(parts)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait

@@ -79,6 +79,7 @@ class StoreBootstrap(Backend):
         def exchange() -> list[bytes]:
             self._store.set(keys[name], payload)
             await_keys(self._store, keys, name, wait)
+            # One request for all: the server answers one at a time, and has many clients.
             answers: list[bytes] = self._store.multi_get(list(keys.values()))
             self._store.add(self._key(self._count, "read"), 1)
             return answers
@@ -96,7 +97,7 @@ class StoreBootstrap(Backend):
     def close(self) -> None:
         """Close the server when all ranks have read what was sent, or a second later. Not collective."""
         server, self._server = self._server, None
-        if server is None:
+        if server is None:  # of another rank, of the launcher, or closed already
             return
         operation = "the end of the store"
         # In a thread, since a group that was given up may still wait in this client, which then answers nobody else.

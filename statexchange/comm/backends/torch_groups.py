@@ -139,6 +139,7 @@ def await_keys(store: Store, keys: Mapping[int, str], rank: int, wait: Wait) -> 
     This `rank` has set its own. Late ranks are logged by the lowest one that waits.
     """
     texts = list(keys.values())
+    # All at once, in one request; one by one only for the names, when it is too late.
     arrivals = _Arrivals(wait.monitor, store, keys, rank)
     Wait(wait.timeout_s, wait.operation, arrivals).until(lambda: store.check(texts))
 
@@ -174,6 +175,7 @@ def ask_store(requests: Callable[[], T], wait: Wait) -> T:
 def make_gloo_group(store: Store, rank: int, names: Sequence[int], timeout_s: float) -> Any:
     """Make a Gloo group, on a store not used for this before; errors name rank i as `names[i]`. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
+    # Before Gloo connects, as Gloo does not name the ranks that are missing.
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
     return _awaited(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
