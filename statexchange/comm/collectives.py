@@ -606,10 +606,6 @@ def _metadata_json(flats: Sequence[FlatTensor[Any]]) -> bytes:
     return json.dumps(metadata).encode()
 
 
-def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
-    return [_TensorMetadata(*raw) for raw in json.loads(message)]
-
-
 def _one_per_rank(
     route: Route, tensors: Sequence[TensorLike], backend: Backend | None = None
 ) -> tuple[list[FlatTensor[Any]], Backend]:
@@ -634,7 +630,8 @@ def _exchanged(
     by_sender = []
     sizes = []
     for message in messages:
-        to_this = _metadata_from_json(message)[route.rank :][:1]  # [] of a rank without tensors
+        # One, or none of a rank without tensors
+        to_this = [_TensorMetadata(*raw) for raw in json.loads(message)[route.rank :][:1]]
         by_sender.append(to_this)
         sizes.append(sum(metadata.nbytes for metadata in to_this))
     data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)

@@ -69,8 +69,8 @@ class Topology:
         """The rank of each host that has local rank 0."""
         if not self.local_ranks:
             return self.leaders
-        by_node = {self.nodes[rank]: rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0}
-        return [by_node[node] for node in range(len(by_node))]
+        ranks = [rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0]
+        return sorted(ranks, key=self.nodes.__getitem__)
 
 
 def topology_of(infos: Sequence[RankInfo], rank: int) -> Topology:

@@ -160,8 +160,9 @@ class DistributedModule(nn.Module):
                 if optimizer.algorithm.bucket_type == "weight":
                     optimizer.average_state()
                 optimizer.switch_to(chosen)
+        # What was measured is the other algorithm's.
         self._tuner = optimizers[0].new_tuner()
-        self._step_times.clear()  # they are the other algorithm's
+        self._step_times.clear()
         return self
 
     def train_with(
@@ -228,6 +229,7 @@ class DistributedModule(nn.Module):
         num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
         self.tuning_history.append(Trial(present.bucket_bytes, num_buckets, max(medians), present.hierarchical))
         assert self._tuner is not None
+        # The other ranks give what they use, which is not read: rank 0 alone decides.
         proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
         chosen = from_root(self._comm, proposed, Setting, "the tuner's setting")
         if chosen == present:

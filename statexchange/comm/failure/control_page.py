@@ -219,12 +219,6 @@ class ControlPage(FailureMonitor):
         words = self._words
         return all(words[row + _ARRIVED] >= self._count for row in self._rows_of_others)
 
-    def _behind(self) -> list[int]:
-        """Return the ranks that have not come to this rank's barrier."""
-        count = self._count
-        ranks = range(self.world_size)
-        return [r for r in ranks if self._get(r, _ARRIVED) < count and self._get(r, _GIVEN_UP) < count]
-
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`.
 
@@ -248,7 +242,12 @@ class ControlPage(FailureMonitor):
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
-        return tuple(self._behind()) or self.silent_ranks()
+        behind = []
+        for rank in range(self.world_size):
+            # A rank that has given up has taken its arrival back, but it was here.
+            if max(self._get(rank, _ARRIVED), self._get(rank, _GIVEN_UP)) < self._count:
+                behind.append(rank)
+        return tuple(behind) or self.silent_ranks()
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose process is stopped."""
