@@ -223,9 +223,9 @@ class FlatTensor(Generic[TensorT]):
     `data` is the caller's own memory where that is possible; else `write_back` copies it there.
     """
 
-    def __init__(self, given: TensorT, device: str, *, written: bool) -> None:
-        self.given = given
-        self.tensor = tensor = _tensor_of(given, written=written)
+    def __init__(self, original: TensorT, device: str, *, written: bool) -> None:
+        self.original = original
+        self.tensor = tensor = _tensor_of(original, written=written)
         is_on_device = tensor.is_cpu if device == "cpu" else tensor.device.type == device
         self._is_callers_memory = is_on_device and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         if self._is_callers_memory:
@@ -250,15 +250,15 @@ class FlatTensor(Generic[TensorT]):
         """Write `data` to what the caller gave, and return that."""
         if not self._is_callers_memory:
             self.tensor.copy_(self.data.view(self.tensor.shape))
-        if isinstance(self.given, np.ndarray):
+        if isinstance(self.original, np.ndarray):
             array = as_numpy(self.tensor)
-            if not np.may_share_memory(self.given, array):
-                self.given[...] = array
-        return self.given
+            if not np.may_share_memory(self.original, array):
+                self.original[...] = array
+        return self.original
 
-    def start_from(self, given: FlatTensor[Any]) -> torch.Tensor:
-        """Return the tensor to reduce in place: for `out` a copy of `given`, as a failed call must not change `out`."""
-        return self.data if given is self else given.data.clone()
+    def start_from(self, source: FlatTensor[Any]) -> torch.Tensor:
+        """Return the tensor to reduce in place: for `out` a copy of `source`, as a failed call must not change it."""
+        return self.data if source is self else source.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> TensorT:
         """Write `result` to what the caller gave, and return that."""
@@ -269,13 +269,13 @@ class FlatTensor(Generic[TensorT]):
     @property
     def kind(self) -> str:
         """The kind of results for this caller: "array", or tensors of "cpu" or "cuda"."""
-        return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
+        return "array" if isinstance(self.original, np.ndarray) else self.tensor.device.type
 
 
-def _flat_for(route: Route, given: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
+def _flat_for(route: Route, original: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
     """Return what a caller gave as a flat tensor, and the backend that will move it."""
-    backend = route.backend_of(given)
-    return FlatTensor(given, backend.device_type, written=written), backend
+    backend = route.backend_of(original)
+    return FlatTensor(original, backend.device_type, written=written), backend
 
 
 @functools.lru_cache(maxsize=4096)
@@ -283,17 +283,17 @@ def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype)[6:]}{list(shape)}"
 
 
-def _tensor_of(given: object, *, written: bool) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor):
-        if isinstance(given, np.ndarray):
-            return _tensor_of_array(given, written=written)
-        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(given).__name__}")
-    if type(given) is not torch.Tensor and is_dtensor(given):
+def _tensor_of(original: object, *, written: bool) -> torch.Tensor:
+    if not isinstance(original, torch.Tensor):
+        if isinstance(original, np.ndarray):
+            return _tensor_of_array(original, written=written)
+        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(original).__name__}")
+    if type(original) is not torch.Tensor and is_dtensor(original):
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
-    check_dense(given)
+    check_dense(original)
     if written:
-        check_writable(given)
-    return given.detach() if given.requires_grad else given
+        check_writable(original)
+    return original.detach() if original.requires_grad else original
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
@@ -303,12 +303,12 @@ def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Ten
     return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
 
 
-def _target(given: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
-    """Return where the result goes: into `out`, which must be like `given`."""
-    target = FlatTensor(out, given.data.device.type, written=True)
-    if target.text != given.text:
+def _target(flat: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
+    """Return where the result goes: into `out`, which must be like `flat`."""
+    target = FlatTensor(out, flat.data.device.type, written=True)
+    if target.text != flat.text:
         raise InvalidArgumentError(
-            "out must have the dtype and shape of the tensor", expected=given.text, found=target.text
+            "out must have the dtype and shape of the tensor", expected=flat.text, found=target.text
         )
     return target
 
@@ -329,30 +329,30 @@ def all_reduce(
     has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
     is_plain = has_plain_options and _is_plain(tensor)
     if is_plain and route.may_repeat:
-        known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape))
-        if known is not None:
-            return _repeat_all_reduce(route, tensor, op, known)
+        remembered = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            return _repeat_all_reduce(route, tensor, op, remembered)
     if isinstance(tensor, float | int) and not isinstance(tensor, bool):
         return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
         backend = route.backend_of(tensor)
-        given = FlatTensor(tensor, backend.device_type, written=out is None)
-        target = given if out is None else _target(given, out)
-        reduction = Reduction.of(op, given.data.dtype, scale, backend)
+        flat = FlatTensor(tensor, backend.device_type, written=out is None)
+        target = flat if out is None else _target(flat, out)
+        reduction = Reduction.of(op, flat.data.dtype, scale, backend)
     except Exception as refusal:  # noqa: BLE001 (as `checking`, which would slow down small tensors)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> TensorT:
-        result = target.start_from(given)
+        result = target.start_from(flat)
         reduction.all_reduce(backend, result, wait)
         return target.finish_with(result)
 
-    call = Call(f"all_reduce {reduction.text} {given.text}")
+    call = Call(f"all_reduce {reduction.text} {flat.text}")
     result = route.collective(call, backend, body, async_op)
     if is_plain and reduction.native:
-        route.remember(("all_reduce", op, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("all_reduce", op, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
 
 
@@ -390,19 +390,19 @@ def _is_plain(tensor: object) -> bool:
     return has_memory and tensor.is_contiguous()
 
 
-def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
+def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, remembered: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
-    backend = known.backend
+    backend = remembered.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-    _repeat(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    _repeat(route, remembered, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
     return tensor
 
 
-def _repeat(route: Route, known: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
+def _repeat(route: Route, remembered: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
     """Make a call that was made before; `transfer_data` moves the data. Collective."""
-    route.session.run(known.call, lambda: transfer_data(known.wait))
+    route.session.run(remembered.call, lambda: transfer_data(remembered.wait))
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -424,8 +424,8 @@ def all_reduce_multiple(
     """See `Communicator.all_reduce_multiple`. Collective."""
     by_key: dict[object, _ReducedTogether] = {}
     with route.session.checking("all_reduce_multiple"):
-        given = list(tensors)
-        for i, tensor in enumerate(given):
+        all_tensors = list(tensors)
+        for i, tensor in enumerate(all_tensors):
             flat, backend = _flat_for(route, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
@@ -443,14 +443,14 @@ def all_reduce_multiple(
                 if flat.data is not together:
                     flat.data.copy_(part)
                 flat.write_back()
-        return given
+        return all_tensors
 
     tensor_texts = []
     for group in groups:
         tensor_texts += [flat.text for flat in group.flats]
     reductions = " ".join(dict.fromkeys(group.reduction.text for group in groups))
     how = "" if contiguous else ", one by one"
-    call = Call(f"all_reduce_multiple {reductions} of {len(given)}{how}: {_short(' '.join(tensor_texts))}")
+    call = Call(f"all_reduce_multiple {reductions} of {len(all_tensors)}{how}: {_short(' '.join(tensor_texts))}")
     return route.collective(call, first_backend, body, async_op)
 
 
@@ -466,16 +466,16 @@ def reduce(
     is_root = route.rank == root
     with route.session.checking("reduce"):
         route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=is_root and out is None)
-        target = _target(given, out) if is_root and out is not None else given
-        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
+        flat, backend = _flat_for(route, tensor, written=is_root and out is None)
+        target = _target(flat, out) if is_root and out is not None else flat
+        reduction = Reduction.of(op, flat.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorT:
-        result = target.start_from(given)
+        result = target.start_from(flat)
         reduction.reduce(backend, result, root, wait)
         return target.finish_with(result) if is_root else tensor
 
-    return route.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
+    return route.collective(Call(f"reduce {reduction.text} {flat.text} to {root}"), backend, body, async_op)
 
 
 def through_leaders(route: Route, tensor: TensorLike, between: Between, operation: str) -> None:
@@ -484,51 +484,51 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             raise InvalidArgumentError(f"expected a tensor of a floating dtype, not {type(tensor).__name__}")
         backend = route.hierarchy or route.backend_for(tensor.device.type)
-        given = FlatTensor(tensor, backend.device_type, written=True)
+        flat = FlatTensor(tensor, backend.device_type, written=True)
 
     def body(wait: Wait) -> None:
-        if given.data.numel():
-            backend.through_leaders(given.data, between, wait)
+        if flat.data.numel():
+            backend.through_leaders(flat.data, between, wait)
         elif backend.enters_itself:
             wait.enter()
-        given.write_back()
+        flat.write_back()
 
-    route.collective(Call(f"{operation} of {given.text}"), backend, body, async_op=False)
+    route.collective(Call(f"{operation} of {flat.text}"), backend, body, async_op=False)
 
 
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
     is_plain = type(root) is int and out is None and not async_op and _is_plain(tensor)
     if is_plain and route.may_repeat:
-        known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape))
-        if known is not None:
-            _repeat_broadcast(route, tensor, root, known)
+        remembered = route.known.get(("broadcast", root, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            _repeat_broadcast(route, tensor, root, remembered)
             return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
         route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=out is None and not is_root)
-        target = given if out is None else _target(given, out)
+        flat, backend = _flat_for(route, tensor, written=out is None and not is_root)
+        target = flat if out is None else _target(flat, out)
 
     def body(wait: Wait) -> TensorT:
-        moved = given if is_root else target
+        moved = flat if is_root else target
         backend.broadcast(moved.bytes, root, wait)
-        if is_root and target is given:
+        if is_root and target is flat:
             return tensor
         return target.finish_with(moved.data)
 
-    call = Call(f"broadcast {given.text} from {root}")
+    call = Call(f"broadcast {flat.text} from {root}")
     result = route.collective(call, backend, body, async_op)
     if is_plain:
-        route.remember(("broadcast", root, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("broadcast", root, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
 
 
-def _repeat_broadcast(route: Route, tensor: TensorLike, root: int, known: KnownCall) -> None:
+def _repeat_broadcast(route: Route, tensor: TensorLike, root: int, remembered: KnownCall) -> None:
     """Broadcast a plain tensor of a dtype and shape that were broadcast before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     data = _plain_bytes(tensor)
-    _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
+    _repeat(route, remembered, lambda wait: remembered.backend.broadcast(data, root, wait))
 
 
 def gather(
@@ -538,47 +538,47 @@ def gather(
     verb = "all_gather" if root is None else "gather"
     is_plain = root is None and not async_op and _is_plain(tensor)
     if is_plain and route.may_repeat:
-        known = route.known.get((verb, tensor.dtype, tensor.shape))
-        if known is not None:
-            return _repeat_all_gather(route, tensor, known)
+        remembered = route.known.get((verb, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            return _repeat_all_gather(route, tensor, remembered)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=False)
+        flat, backend = _flat_for(route, tensor, written=False)
 
     has_result = root in (None, route.rank)
 
     def body(wait: Wait) -> list[TensorKindT]:
-        gathered = given.data.new_empty(route.world_size * given.data.numel() if has_result else 0)
+        gathered = flat.data.new_empty(route.world_size * flat.data.numel() if has_result else 0)
         if root is None:
-            backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
+            backend.all_gather(flat.bytes, gathered.view(torch.uint8), wait)
         else:
-            nbytes = given.bytes.numel()
+            nbytes = flat.bytes.numel()
             sent = [0] * route.world_size
             sent[root] = nbytes
             received = [nbytes * has_result] * route.world_size
-            backend.flat.all_to_all(given.bytes, sent, gathered.view(torch.uint8), received, wait)
+            backend.flat.all_to_all(flat.bytes, sent, gathered.view(torch.uint8), received, wait)
         if not has_result:
             return []
-        parts = gathered.view(route.world_size, *given.tensor.shape)
-        return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
+        parts = gathered.view(route.world_size, *flat.tensor.shape)
+        return [cast("TensorKindT", _as_kind(part, flat.kind, route)) for part in parts]
 
-    text = f"{verb} {given.text}"
+    text = f"{verb} {flat.text}"
     if root is not None:
         text += f" to {root}"
     call = Call(text)
     result = route.collective(call, backend, body, async_op)
     if is_plain:
-        route.remember((verb, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember((verb, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
 
 
-def _repeat_all_gather(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
+def _repeat_all_gather(route: Route, tensor: TensorKindT, remembered: KnownCall) -> list[TensorKindT]:
     """Gather plain tensors of a dtype and shape that were gathered before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     gathered = tensor.new_empty(route.world_size, *tensor.shape)
     sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
-    _repeat(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
+    _repeat(route, remembered, lambda wait: remembered.backend.all_gather(sent, received, wait))
     return list(gathered.unbind())
 
 
@@ -678,20 +678,20 @@ def all_to_all(
 def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:
     """See `Communicator.reduce_scatter`. Collective."""
     with route.session.checking("reduce_scatter"):
-        given, backend = _flat_for(route, tensor, written=False)
-        whole = given.tensor.shape
+        flat, backend = _flat_for(route, tensor, written=False)
+        whole = flat.tensor.shape
         if not whole or whole[0] % route.world_size:
-            raise InvalidArgumentError(f"dimension 0 of {given.text} cannot be cut into {route.world_size} parts")
-        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
+            raise InvalidArgumentError(f"dimension 0 of {flat.text} cannot be cut into {route.world_size} parts")
+        reduction = Reduction.of(op, flat.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorKindT:
-        rows, *others = given.tensor.shape
+        rows, *others = flat.tensor.shape
         shape = (rows // route.world_size, *others)
-        part = given.data.new_empty(math.prod(shape))
-        reduction.reduce_scatter(backend, given.data, part, wait)
-        return cast("TensorKindT", _as_kind(part.view(shape), given.kind, route))
+        part = flat.data.new_empty(math.prod(shape))
+        reduction.reduce_scatter(backend, flat.data, part, wait)
+        return cast("TensorKindT", _as_kind(part.view(shape), flat.kind, route))
 
-    return route.collective(Call(f"reduce_scatter {reduction.text} {given.text}"), backend, body, async_op)
+    return route.collective(Call(f"reduce_scatter {reduction.text} {flat.text}"), backend, body, async_op)
 
 
 def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

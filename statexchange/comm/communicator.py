@@ -452,8 +452,8 @@ class Communicator:
         """
         with self.checking("gather_object"):
             self.check_root(root)
-        found = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
-        return found if self.rank == root else []
+        by_rank = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
+        return by_rank if self.rank == root else []
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """Return the values of all ranks in rank order, on every rank.
@@ -1266,7 +1266,7 @@ def agree(comm: Communicator, failure: Exception | None, phase: str, value: T | 
     note: object = None
     if value is not None:
         note = messages.encode(value, kind)
-    found = []
+    by_rank = []
     for rank, raw in enumerate(comm.agree(failure, phase=phase, note=note)):
-        found.append(messages.decode(raw, kind, f"its note on {phase}", rank))
-    return found
+        by_rank.append(messages.decode(raw, kind, f"its note on {phase}", rank))
+    return by_rank

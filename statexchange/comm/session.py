@@ -413,14 +413,14 @@ class Session:
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
-        own: dict[str, Any] = {
+        account: dict[str, Any] = {
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
             "public": call.public,
         }
         explaining = Call.of_all("an explanation")
-        answers = self.messages(explaining, encoded(own), None, self.begin(explaining))
+        answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:

@@ -160,10 +160,8 @@ class Wait:
             if time.monotonic() - began > pace.yielding_s:
                 break
             yield_core()
-        monitors = [self.monitor]
-        # First, as it watches the very ranks that `done` waits for: it names those that are missing.
-        if watched not in (None, self.monitor):
-            monitors.insert(0, watched)
+        # `watched` first, as it watches the very ranks that `done` waits for: it names those that are missing.
+        monitors = list(dict.fromkeys([watched or self.monitor, self.monitor]))
         while not done():
             self._poll(monitors)
             time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

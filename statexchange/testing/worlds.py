@@ -401,12 +401,12 @@ class _Processes(_Remote):
     def _launch(self) -> None:
         context = _fork_server()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=child.serve, args=(theirs,), name=f"rank {rank}")
+            connection, end_of_rank = context.Pipe()
+            process = context.Process(target=child.serve, args=(end_of_rank,), name=f"rank {rank}")
             process.start()
-            theirs.close()  # else this end would not see that the process has ended
+            end_of_rank.close()  # else the launcher would not see that the process has ended
             self._processes.append(process)
-            self._take_connection(rank, process.pid or 0, ours)
+            self._take_connection(rank, process.pid or 0, connection)
 
     def _environ(self, rank: int) -> dict[str, str]:
         size = self.world_size

@@ -96,21 +96,12 @@ class GlooBackend(Backend):
     def _complete(self, wait: Wait, *posts: Callable[[], NativeWork | Work[object]]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
         works: list[NativeWork | Work[object]] = []
-        num_completed = 0
-
-        def are_completed() -> bool:
-            nonlocal num_completed
-            while num_completed < len(works) and works[num_completed].is_completed():
-                works[num_completed].wait()  # completed: this only raises what went wrong
-                num_completed += 1
-            return num_completed == len(works)
-
         try:
             with torch_errors(wait):
                 for post in posts:
                     works.append(post())
                 # One deadline for all works, not one for each: Gloo's own timeouts have begun for all of them.
-                wait.until(are_completed)
+                wait.until(functools.partial(_are_completed, list(works)))
         except BaseException as error:
             _ended_groups.append((os.getpid(), self._group, works))
             if isinstance(error, AbandonedError):
@@ -293,6 +284,13 @@ class GlooBackend(Backend):
         for block, part in zip(torch.split(rows, width, 1), torch.split(into, width), strict=True):
             sizes = [part.numel()] * self.world_size
             part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
+
+
+def _are_completed(works: list[NativeWork | Work[object]]) -> bool:
+    """Whether all works are completed. Those that are leave the list, and raise what went wrong."""
+    while works and works[0].is_completed():
+        works.pop(0).wait()
+    return not works
 
 
 def _free_ended_groups() -> None:

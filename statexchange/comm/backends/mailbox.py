@@ -2,9 +2,12 @@
 
 Two tags carry short notes, one at a time, which lie in the mailbox itself. The third carries data through a ring of two
 chunks, an arena that the sender makes for its first data and whose address it writes into the mailbox. Each tag has two
-counts: chunks posted, which only the sender writes, and chunks taken, which only the receiver writes. The sender waits
-while all places are full, the receiver while none is. A send ends when all of it has been taken, as the ring of a
-sender that ends is gone.
+counts: chunks posted, which only the sender writes, and chunks received, which only the receiver writes. The sender
+waits while all places are full, the receiver while none is. A send ends when all of it has been received, as the ring
+of a sender that ends is gone.
+
+The memory: at byte 0 the counts of the tags 0, 1 and 2, posted before received, each in 8 bytes; at 64 and 384 the
+notes of the tags 0 and 1; at 704 the address of the ring, as JSON.
 
 Failure. If the peer leaves or dies while this rank waits, the wait raises (control_page.py); but what the peer posted
 before it left is still taken.
@@ -43,22 +46,22 @@ class Mailbox:
 
     def put(self, data: Any, tag: int, wait: Wait) -> None:
         """Send the uint8 array `data`; return when the receiver has taken all of it."""
-        posted, taken = 2 * tag, 2 * tag + 1
+        posted, received = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
         for piece in self._pieces(data, tag):
-            self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
+            self._until(lambda: self._counts[posted] - self._counts[received] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
             # After the piece: the receiver that reads the count reads the piece, too, as stores keep their order.
             self._counts[posted] += 1
-        self._until(lambda: self._counts[posted] == self._counts[taken], wait)
+        self._until(lambda: self._counts[posted] == self._counts[received], wait)
 
     def take(self, data: Any, tag: int, wait: Wait) -> None:
         """Receive into the uint8 array `data`."""
-        posted, taken = 2 * tag, 2 * tag + 1
+        posted, received = 2 * tag, 2 * tag + 1
         for piece in self._pieces(data, tag):
-            self._until(lambda: self._counts[posted] > self._counts[taken], wait)
-            piece[:] = self._place(tag, self._counts[taken], wait)[: len(piece)]
-            self._counts[taken] += 1  # after the copy: the sender may now write there again
+            self._until(lambda: self._counts[posted] > self._counts[received], wait)
+            piece[:] = self._place(tag, self._counts[received], wait)[: len(piece)]
+            self._counts[received] += 1  # after the copy: the sender may now write there again
 
     def _pieces(self, data: Any, tag: int) -> list[Any]:
         if tag != _DATA_TAG:
