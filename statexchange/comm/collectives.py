@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -122,7 +122,7 @@ class Reduction:
             raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
         if exact and op == "avg":
             raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
-        if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
+        if exact and scale != 1 and (dtype == torch.bool or not scale.is_integer()):
             raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
         native = backend.reduces(plain, dtype)
         if dtype in COMPLEX and plain == "sum":  # torch.add multiplies by 1, which makes complex infinities NaN
@@ -396,13 +396,10 @@ def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, remembered: Kn
     backend = remembered.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-    _repeat(route, remembered, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    route.session.run(
+        remembered.call, lambda: backend.all_reduce(flat, reduction.op, reduction.finish, remembered.wait)
+    )
     return tensor
-
-
-def _repeat(route: Route, remembered: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
-    """Make a call that was made before; `transfer_data` moves the data. Collective."""
-    route.session.run(remembered.call, lambda: transfer_data(remembered.wait))
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -528,7 +525,7 @@ def _repeat_broadcast(route: Route, tensor: TensorLike, root: int, remembered: K
     """Broadcast a plain tensor of a dtype and shape that were broadcast before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     data = _plain_bytes(tensor)
-    _repeat(route, remembered, lambda wait: remembered.backend.broadcast(data, root, wait))
+    route.session.run(remembered.call, lambda: remembered.backend.broadcast(data, root, remembered.wait))
 
 
 def gather(
@@ -578,7 +575,7 @@ def _repeat_all_gather(route: Route, tensor: TensorKindT, remembered: KnownCall)
     assert isinstance(tensor, torch.Tensor)  # for mypy
     gathered = tensor.new_empty(route.world_size, *tensor.shape)
     sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
-    _repeat(route, remembered, lambda wait: remembered.backend.all_gather(sent, received, wait))
+    route.session.run(remembered.call, lambda: remembered.backend.all_gather(sent, received, remembered.wait))
     return list(gathered.unbind())
 
 

@@ -467,11 +467,7 @@ def get_rank() -> int:
         >>> sx.get_rank()
         0
     """
-    # Not `get_communicator`, which may make one: that is collective.
-    comm, group = current(), torch_default_group()
-    if comm is not None:
-        return comm.rank
-    return int(group.rank()) if group is not None else 0
+    return _rank_and_world_size()[0]
 
 
 def get_world_size() -> int:
@@ -484,10 +480,15 @@ def get_world_size() -> int:
         >>> sx.get_world_size()
         1
     """
+    return _rank_and_world_size()[1]
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    # Not by `get_communicator`, which may make a communicator: that is collective.
     comm, group = current(), torch_default_group()
     if comm is not None:
-        return comm.world_size
-    return int(group.size()) if group is not None else 1
+        return comm.rank, comm.world_size
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def get_local_rank() -> int:

@@ -111,27 +111,21 @@ def at_url(url: str, rank: int, world_size: int, timeout_s: float) -> StoreBoots
     listens. Raises StallError with the ranks that did not join in time or left early, NotInitializedError if rank 0
     runs but cannot be reached, StorageError, or InvalidArgumentError.
     """
-    parts, port = urlsplit(url), _port_of(url)
-    is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
-    is_directory = parts.scheme == "file" and parts.path.startswith("/") and is_local
-    is_address = parts.scheme == "tcp" and parts.hostname and port is not None
-    if not is_directory and not is_address:
-        raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
-    if world_size == 1:
-        return StoreBootstrap(_stores.HashStore(), 0, range(1))
-    if is_directory:
-        return _in_directory(Path(parts.path), rank, world_size, timeout_s)
-    assert parts.hostname is not None
-    assert port is not None
-    return _at_address(parts.hostname, port, rank, world_size, timeout_s)
-
-
-def _port_of(url: str) -> int | None:
-    """Return the port of a URL; None if it has none, or not a valid one."""
     try:
-        return urlsplit(url).port
-    except ValueError:
-        return None
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # half a bracket of IPv6, or a port that is no number: refused below, as the empty URL
+        parts, port = urlsplit(""), None
+    is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
+    if parts.scheme == "file" and parts.path.startswith("/") and is_local:
+        if world_size > 1:
+            return _in_directory(Path(parts.path), rank, world_size, timeout_s)
+    elif parts.scheme == "tcp" and parts.hostname and port is not None:
+        if world_size > 1:
+            return _at_address(parts.hostname, port, rank, world_size, timeout_s)
+    else:
+        raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
+    return StoreBootstrap(_stores.HashStore(), 0, range(1))
 
 
 def _at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:

@@ -63,7 +63,7 @@ _ATTEMPT_S = 3.0  # for one attempt to connect
 _HANDSHAKE_S = 10.0  # for torch's client to be served
 _NOTICE_S = 1.0  # for the other ranks to read an error
 _ANSWER_S = 3.0  # for rank 0 to decide after a deadline, and to answer
-_COMPLETE = b"complete"
+_COMPLETE = "complete"
 _PHASE = "the rendezvous"
 
 
@@ -176,7 +176,7 @@ class Joining:
             try:
                 self._introduce(store)
                 self._wait_for_all(store)
-                self._decide(store, _COMPLETE)
+                self._decide(store)
             except BaseException as error:
                 # An interrupt, too. If the rendezvous is decided already, this changes nothing.
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
@@ -222,16 +222,16 @@ class Joining:
         was_restarted = Owner.from_json(json.loads(present)).is_dead
         return was_restarted and store.compare_set(key, present, mine).decode() == mine
 
-    def _decide(self, store: Store, decision: bytes) -> None:
-        """Raise the error that was decided, unless the decision is, or was, to complete the rendezvous."""
-        decided = store.compare_set("decision", "", decision.decode())
+    def _decide(self, store: Store) -> None:
+        """Decide that the rendezvous is complete, if nothing is decided yet; raise the error if that was decided."""
+        decided = store.compare_set("decision", "", _COMPLETE).decode()
         if decided != _COMPLETE:
             raise from_record(json.loads(decided))
 
     def _wait_for_all(self, store: Store) -> None:
         while missing := self._missing(store):
             if store.check(["decision"]):
-                self._decide(store, _COMPLETE)
+                self._decide(store)
             if time.monotonic() > self.deadline:
                 raise self.absent_error(missing)
             time.sleep(_POLL_S)
@@ -256,7 +256,7 @@ class Joining:
                 if time.monotonic() > self.deadline + _NOTICE_S:
                     raise self._unanswered_error()
             time.sleep(_POLL_S)
-        self._decide(store, _COMPLETE)
+        self._decide(store)
 
     def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
         """Return the error for ranks that did not join."""

@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ from statexchange.errors import StallError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch._C._distributed_c10d import Work as NativeWork
+
+    AnyWork: TypeAlias = NativeWork | Work[object]
 
 __all__ = ["GlooBackend"]
 
@@ -93,9 +95,9 @@ class GlooBackend(Backend):
         self._is_broken_off = True
         self._break_off_lock = threading.RLock()  # another thread of the parent may hold the old one
 
-    def _complete(self, wait: Wait, *posts: Callable[[], NativeWork | Work[object]]) -> None:
+    def _complete(self, wait: Wait, *posts: Callable[[], AnyWork]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
-        works: list[NativeWork | Work[object]] = []
+        works: list[AnyWork] = []
         try:
             with torch_errors(wait):
                 for post in posts:
@@ -286,7 +288,7 @@ class GlooBackend(Backend):
             part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
 
 
-def _are_completed(works: list[NativeWork | Work[object]]) -> bool:
+def _are_completed(works: list[AnyWork]) -> bool:
     """Whether all works are completed. Those that are leave the list, and raise what went wrong."""
     while works and works[0].is_completed():
         works.pop(0).wait()

@@ -128,7 +128,7 @@ class ControlPage(FailureMonitor):
         self._words[self.rank * _ROW_WORDS + word] = value
 
     def _get(self, rank: int, word: int) -> int:
-        return int(self._words[rank * _ROW_WORDS + word])
+        return self._words[rank * _ROW_WORDS + word]
 
     def all_gather_bytes(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
         """Return every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None.
@@ -235,7 +235,8 @@ class ControlPage(FailureMonitor):
         alive = self.can_see(rank)
         left = self._get(rank, _LEFT)  # read last: a rank may write its error and die between the two readings
         if left == _GONE_WITH_ERROR:
-            return self._departure_error(rank)
+            slot = self._slot(rank, 2)
+            return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
         if left == _GONE_QUIETLY:
             return PeerError(rank, operation, "it closed its communicator")
         return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
@@ -252,10 +253,6 @@ class ControlPage(FailureMonitor):
     def silent_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose process is stopped."""
         return tuple(r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID)))
-
-    def _departure_error(self, rank: int) -> StateExchangeError:
-        slot = self._slot(rank, 2)
-        return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
 
     def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""

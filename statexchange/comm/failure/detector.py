@@ -220,7 +220,8 @@ class FailureDetector(FailureMonitor):
         try:
             due = 0.0
             while self._goodbye is None:
-                self._handle_events(max(0.0, min(due - time.monotonic(), self._until_next_death_s())))
+                deaths_due = [since + _GRACE_S for since in self._seen_dead_at.values()]
+                self._handle_events(max(0.0, min([due, *deaths_due]) - time.monotonic()))
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._period_s
                     self._send_status()
@@ -252,12 +253,6 @@ class FailureDetector(FailureMonitor):
                 request, done = self._requests.get_nowait()
                 request()
                 done.set()
-
-    def _until_next_death_s(self) -> float:
-        """Return the seconds until the next process that has ended is to be reported as dead."""
-        if not self._seen_dead_at:
-            return self._period_s
-        return max(0.0, min(self._seen_dead_at.values()) + _GRACE_S - time.monotonic())
 
     def _report_deaths(self) -> None:
         """Report processes that have ended without a goodbye, when their grace is over."""
