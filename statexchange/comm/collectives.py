@@ -234,6 +234,7 @@ class FlatTensor(Generic[TensorT]):
             self.data = tensor if is_flat else tensor.as_strided((tensor.numel(),), (1,))
             return
         moved = tensor if is_on_device else tensor.to(device)
+        # Torch marks a conjugate or negative by a bit, and leaves its memory as it was.
         self.data = moved.resolve_conj().resolve_neg().contiguous().view(-1)
 
     @property
@@ -293,13 +294,14 @@ def _tensor_of(original: object, *, written: bool) -> torch.Tensor:
     check_dense(original)
     if written:
         check_writable(original)
+    # Autograd allows no change of a leaf in place. The detached tensor has the same memory.
     return original.detach() if original.requires_grad else original
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     if written:
         check_writable(array)
-    plain = np.ascontiguousarray(array).reshape(array.shape)
+    plain = np.ascontiguousarray(array).reshape(array.shape)  # of no dim it makes one
     return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
 
 
@@ -431,7 +433,7 @@ def all_reduce_multiple(
     first_backend = groups[0].backend if groups else route.backend_for("cpu")
 
     def body(wait: Wait) -> list[TensorT]:
-        if not groups and first_backend.enters_itself:
+        if not groups and first_backend.enters_itself:  # without a reduction, in which it would
             wait.enter()
         for reduction, backend, flats in groups:
             together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
@@ -704,7 +706,7 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         if backend.enters_itself:
             wait.enter()
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return memory[:nbytes].view(dtype).view(tuple(shape))
+        return memory.view(dtype).view(tuple(shape))
 
     call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
     return cast("torch.Tensor", route.collective(call, backend, body, async_op=False))
@@ -725,6 +727,7 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         text = flat.text
     except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
         refusal, text = error, f"refused: {error}"
+    # A refusal is a text that differs from that of any tensor: the peer reads it as a different call.
     note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
     mover = backend.flat

@@ -505,6 +505,7 @@ class Communicator:
         try:
             payload = encoded([None, obj])
         except (TypeError, ValueError) as error:
+            # The other ranks are in this call: they get the error in place of the value.
             failure = error
             payload = encoded([session.record(error, step_text("encoding its value")), None])
         if self.world_size == 1 and failure is None:
@@ -1072,6 +1073,7 @@ class Communicator:
         # In the order in which they are given: another order is another group, with other ranks.
         key = tuple(ranks)
         groups = self._groups
+        # One that has been closed or has failed is made anew.
         if key not in groups or groups[key].is_closed:
             with self._session.forming_group():
                 bootstrap = self._session.group_of(key)
@@ -1102,6 +1104,7 @@ class Communicator:
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
             refusal = InvalidArgumentError(f"color and key are integers, not {color!r} and {key!r}")
             self._session.refuse("split", refusal)
+        # Only the ranks of one color go on together, so each must know them first.
         colors_and_keys = self._gather_values("split", [color, key], {})
         if color is None:
             return None
@@ -1141,6 +1144,7 @@ class Communicator:
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
+        # In this order, so that rank i of it is the one with local rank i.
         return self.new_group(self._session.topology.node_ranks_by_local_rank)
 
     @property
@@ -1158,6 +1162,7 @@ class Communicator:
         Not collective. It is this communicator itself, unless that is hierarchical. Both share everything, also
         failures and the order of calls. All ranks must make a call on the same one of the two.
         """
+        # Made late, since most callers never use it.
         if self._flat is None:
             is_flat = self._route.hierarchy is None
             self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_side_of=self)

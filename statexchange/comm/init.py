@@ -248,7 +248,7 @@ def _choose(devices: Devices, local_rank: int) -> str:
         return "cpu"
     if devices is None:
         num_gpus = _num_gpus() if importlib.util.find_spec("torch") is not None else 0
-        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"
+        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"  # several ranks may share a GPU
     if not 0 <= local_rank < len(devices):
         raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")
     return _use(_name(devices[local_rank], devices))

@@ -174,9 +174,10 @@ class Session:
             if caller is None or not caller.is_alive() or self.world_size == 1:
                 self._caller = thread
                 return
+        last_call = f"called {self._last_call}" if self._last_call else "made it"
         error = InvalidArgumentError(
             f"thread {thread.name!r} called {call.text} at {call_site()}, but the communicator belongs to thread "
-            f"{caller.name!r}, which {f'called {self._last_call}' if self._last_call else 'made it'} and still runs: "
+            f"{caller.name!r}, which {last_call} and still runs: "
             "give each thread a communicator of its own, from duplicate(), or call hand_over() in that thread first",
             rank=self.rank,
         )
@@ -265,7 +266,7 @@ class Session:
         """Begin a call: return its Wait, whose `enter` compares calls. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
-        if self.page is None:
+        if self.page is None:  # which counts barriers, and is checked at each of them
             self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
@@ -325,7 +326,7 @@ class Session:
             try:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
-                self._has_cut_message = True
+                self._has_cut_message = True  # the peer may have sent a part of it, which nobody will receive
                 if self._last_shared_error is not None and not self.monitor.collective_requested():
                     self.fail(call, self._last_shared_error)  # this rank has already joined the collective
                 raise

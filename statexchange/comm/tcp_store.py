@@ -98,7 +98,7 @@ class Server:
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
-        self._store = None
+        self._store = None  # torch ends the server with its last reference: `store` is another one
 
 
 class Place(NamedTuple):

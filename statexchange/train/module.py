@@ -59,7 +59,7 @@ class DistributedModule(nn.Module):
         with public_call("DistributedModule"):
             self._comm = as_communicator(comm)
         self.module = module
-        self.training = module.training
+        self.training = module.training  # nn.Module begins in train mode
         self.tuning_history: list[Trial] = []
         """The time of a step with each setting that was tried, one entry for each run of the tuner."""
         self._optimizers: list[AlgorithmOptimizer] = []
@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
         if self.module.training:
             self._count_forward()
         else:
-            self._last_forward_s = None
+            self._last_forward_s = None  # the time of an evaluation is no step's
         return self.module(*args, **kwargs)
 
     def _count_forward(self) -> None:
@@ -118,7 +118,7 @@ class DistributedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # before it is set, as in a copy that is being made, this would recurse
                 raise
             return getattr(self.module, name)
 
@@ -329,6 +329,7 @@ def data_parallel(
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
+        # Before anything is sent: ranks with different algorithms would wait for each other in different calls.
         compare(communicator, f"algorithm={chosen}")
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)

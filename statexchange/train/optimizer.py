@@ -123,7 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.watch(self._backward_ended)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
-        if name == "_optimizer":
+        if name == "_optimizer":  # before it is set, as in a copy that is being made, this would recurse
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

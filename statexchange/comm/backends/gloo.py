@@ -136,7 +136,7 @@ class GlooBackend(Backend):
         """
         with self._break_off_lock:
             if not self._is_broken_off:
-                self._is_broken_off = True
+                self._is_broken_off = True  # first, for a signal handler that comes in between
                 self._close_connections()
 
     def _close_connections(self) -> None:
@@ -257,6 +257,7 @@ class GlooBackend(Backend):
                 self._all_reduce_in_parts(block, op, finish, wait)
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """Reduce one part on each rank, and exchange the results: two steps for any number of ranks."""
         share, more = divmod(tensor.numel(), self.world_size)
         sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
@@ -281,6 +282,7 @@ class GlooBackend(Backend):
         """Get this rank's part from all ranks, and reduce it. Collective."""
         if not tensor.numel():
             return
+        # In blocks of columns, so that the copies of each are small whatever the size of the tensor.
         rows = tensor.view(self.world_size, -1)
         width = max(_BLOCK_BYTES // (tensor.itemsize * self.world_size), 1)
         for block, part in zip(torch.split(rows, width, 1), torch.split(into, width), strict=True):

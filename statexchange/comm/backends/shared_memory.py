@@ -280,27 +280,26 @@ class SharedMemoryBackend(Backend):
         which lie in this rank's slice, so the slice must stay untouched: therefore all pieces are cut alike.
         """
         pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
-        last = pieces[-1].numel()
-        full = self._slices(pieces[0])
-        slices = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
-        staging = self._lay_out(pieces[0], slices[0])
+        slices = self._slices(pieces[0])  # the last piece may be shorter, and has what there is of them
+        begin, end = slices[self.rank]
+        staging = self._lay_out(pieces[0], begin, end)
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
-            begin, end = slices[i][self.rank]
             parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
             result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
-            following = self._lay_out(pieces[i + 1], slices[i + 1]) if i + 1 < len(pieces) else []
+            following = []
+            if piece is not pieces[-1]:
+                following = self._lay_out(pieces[i + 1], begin, end)
             self._page.sync(wait)
             if keeps:
-                for rank, (first, past) in enumerate(slices[i]):
+                for rank, (first, past) in enumerate(slices):
                     piece[first:past].copy_(staging[rank][first:past])
             staging = following
 
-    def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
+    def _lay_out(self, piece: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
+        """Switch windows; write `piece` into this rank's, without its slice; return every rank's."""
         staging = self._next_window(piece.dtype, piece.numel())
-        begin, end = slices[self.rank]
         staging[self.rank][:begin].copy_(piece[:begin])
         staging[self.rank][end:].copy_(piece[end:])
         return staging

@@ -91,6 +91,7 @@ class StoreBootstrap(Backend):
 
     def _is_read(self) -> bool:
         """Whether all ranks have read the last gathering, here and in the groups."""
+        # Adding 0 reads a counter that may not exist yet.
         read = self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
         return read and all(group._is_read() for group in self._groups)  # noqa: SLF001 (our own)
 

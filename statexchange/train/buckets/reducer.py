@@ -179,7 +179,7 @@ class BucketReducer(Reducer):
             check_names(changes)
             options = replace(self._options, **changes)
             options.check()
-        self.close()
+        self.close()  # on the communicator that it has had until now
         self._hooks.forget_backward()
         self._options = options
         if comm is not None:
@@ -352,6 +352,7 @@ class BucketReducer(Reducer):
                 share = 0.0 if done else self._checked_weight(weight)
                 return self._averager.average(self._rounds if step is None else step, share, is_done=done)
         finally:
+            # After an error, too: where all ranks have raised it, they go on with equal numbers.
             self._rounds += 1
             self._begin_round()
 
