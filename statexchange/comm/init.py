@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from statexchange.comm import defaults
 from statexchange.comm.backends.backend import Backend
@@ -236,7 +236,7 @@ def shutdown() -> None:
     defaults.forget_all()  # also where there is no default: adopted groups have communicators of their own
 
 
-Devices = Sequence[Any] | Literal[False] | None
+Devices = Sequence[object] | Literal[False] | None
 
 
 def _choose(devices: Devices, local_rank: int) -> str:
@@ -267,7 +267,7 @@ def _num_gpus() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def _name(entry: object, devices: Sequence[Any]) -> str:
+def _name(entry: object, devices: Sequence[object]) -> str:
     import torch
 
     try:

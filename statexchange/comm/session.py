@@ -136,7 +136,7 @@ class Session:
         self.shared_error: BaseException | None = None
         self._check = check
         self._last_shared_error: StateExchangeError | None = None
-        self._pending_failure: dict[str, Any] | None = None
+        self._pending_failure: dict[str, object] | None = None
         self._has_cut_message = False
         self.has_begun_work = False
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
@@ -296,7 +296,7 @@ class Session:
                 raise  # on all ranks already
             self.refuse(verb, refusal)
 
-    def record(self, error: BaseException, phase: str) -> dict[str, Any]:
+    def record(self, error: BaseException, phase: str) -> dict[str, object]:
         """Return the record that carries an error of this rank to the others."""
         return to_record(error, self.rank, phase, self.topology.hosts[self.rank])
 
@@ -414,7 +414,7 @@ class Session:
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
-        account: dict[str, Any] = {
+        account: dict[str, object] = {
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
@@ -478,7 +478,7 @@ class Session:
         if any(order != list(ranks) for order, _ in orders):
             raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
-    def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
+    def raise_first(self, call: Call, records: Sequence[dict[str, object] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one. All have equal `records`; `cause` is this rank's error."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:

@@ -205,6 +205,7 @@ def _watch(
     """
     ends: dict[int, RankOutcome] = {}
     ready: set[int] = set()
+    has_failed = False
     limit = f"was not ready within {_START_S:g} s"
     deadline = time.monotonic() + _START_S
     while len(ends) < world_size and (left_s := deadline - time.monotonic()) > 0:
@@ -212,21 +213,24 @@ def _watch(
             ready.add(rank)  # also one that has ended: the others need not wait for it to begin
             if kind == "ready":
                 # After a failure the grace period runs already.
-                if len(ready) == world_size and all(end.state == "ok" for end in ends.values()):
+                if len(ready) == world_size and not has_failed:
                     limit, deadline = f"did not finish within {timeout_s:g} s", time.monotonic() + timeout_s
             elif kind == "report":
                 if on_message is not None:
                     on_message(rank, payload)
             elif rank not in ends:  # a process that has sent its outcome also ends its connection
                 ends[rank] = _outcome(rank, kind, payload)
+                if kind == "ok":
+                    continue
+                has_failed = True
                 grace_s, since = timeout_s, ""
                 if not full_timeout:
                     grace_s, since = _GRACE_S, f" of the failure of rank {rank}"
-                if kind != "ok" and time.monotonic() + grace_s < deadline:
+                if time.monotonic() + grace_s < deadline:
                     limit, deadline = f"did not finish within {grace_s:g} s{since}", time.monotonic() + grace_s
     running = set(range(world_size)) - ends.keys()
-    if all(end.state == "ok" for end in ends.values()) and not running and world.keep():
-        return RankOutcomes(ends[rank] for rank in range(world_size))
+    if not has_failed and not running and world.keep():
+        return RankOutcomes(map(ends.__getitem__, range(world_size)))
     for rank in sorted(running):  # the stacks of all first, as the death of one would change those of its peers
         ends[rank] = _running(world, rank, limit)
     world.kill(running)
@@ -234,7 +238,7 @@ def _watch(
     for rank in range(world_size):
         if rank not in running:
             ends[rank] = _end(world, ends[rank])
-    return RankOutcomes(ends[rank] for rank in range(world_size))
+    return RankOutcomes(map(ends.__getitem__, range(world_size)))
 
 
 def _outcome(rank: int, kind: str, payload: Value) -> RankOutcome:

@@ -293,8 +293,11 @@ class _Remote(World):
         with contextlib.suppress(ConnectionError):  # it has ended; `_read` then reports "exited"
             self._connections[rank].send_bytes(message)
 
-    def _read(self, connections: Iterable[Connection]) -> Iterator[Event]:
-        for connection in connections:
+    def _read(self, ready: Iterable[object]) -> Iterator[Event]:
+        """Yield an event for each connection in `ready`: its next message, or its end."""
+        for connection in ready:
+            if not isinstance(connection, Connection):  # the listener
+                continue
             rank = self._open[connection]
             try:
                 kind, payload = values.decode(connection.recv_bytes())
@@ -310,7 +313,9 @@ class _Remote(World):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
             _wait_for_text(file)
-        text = file.read_text() if file.exists() else ""
+        text = ""
+        with contextlib.suppress(FileNotFoundError):  # it has not come so far
+            text = file.read_text()
         # Without the thread that reads the launcher's orders
         threads = [thread for thread in text.split("\n\n") if " in watch\n" not in thread]
         return _innermost(threads), "\n\n".join(threads)
@@ -415,7 +420,7 @@ class _Processes(_Remote):
         return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **launch}
 
     def events(self, wait_s: float) -> Iterator[Event]:
-        yield from self._read(c for c in wait(list(self._open), wait_s) if isinstance(c, Connection))
+        yield from self._read(wait(list(self._open), wait_s))
 
     def kill(self, ranks: set[int]) -> None:
         for rank in ranks:
@@ -439,10 +444,12 @@ class _Processes(_Remote):
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # What is imported there once, no rank imports: a fork has it.
-    preload = [name for name in sys.modules if name.split(".")[0] == "statexchange"]
-    preload += [name for name in ("hypothesis", "pytest", "accelerate", "peft") if name in sys.modules]
-    # Ranks import the module of their function, and with it the models for whose sake it was imported here.
-    preload += [name for name in sys.modules if name.startswith("transformers.") and ".modeling_" in name]
+    preload = []
+    for name in sys.modules:
+        # Ranks import the module of their function, and with it the models for whose sake it was imported here.
+        is_model = name.startswith("transformers.") and ".modeling_" in name
+        if is_model or name.startswith("statexchange") or name in ("hypothesis", "pytest", "accelerate", "peft"):
+            preload.append(name)
     if importlib.util.find_spec("torch") is not None:
         preload += ["torch", "torch.distributed.fsdp"]
         preload += ["torch._dynamo"]  # each rank with an optimizer would import it
@@ -493,11 +500,14 @@ class _MpiJob(_Remote):
         ready = wait([self._listener, *self._open], min(wait_s, _POLL_S))
         if self._listener in ready:
             self._admit()
-        events = list(self._read(c for c in ready if isinstance(c, Connection)))
+        events = list(self._read(ready))
         # Ranks that have never connected have no connection whose end would be seen.
         if not ready and self.ended(0, 0):
-            events += [(rank, "exited", None) for rank in range(self.world_size) if rank not in self._connections]
-        self._ok.update(rank for rank, kind, _ in events if kind == "ok")
+            for rank in set(range(self.world_size)) - self._connections.keys():
+                events.append((rank, "exited", None))
+        for rank, kind, _ in events:
+            if kind == "ok":
+                self._ok.add(rank)
         yield from events
 
     def _admit(self) -> None:
@@ -542,11 +552,15 @@ class _MpiJob(_Remote):
 
 def _launch_environment() -> tuple[str, dict[str, str]]:
     """Return the working directory and environment that a job launched now inherits."""
-    return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
+    environ = _mpi_environ()
+    environ.pop("PYTEST_CURRENT_TEST", None)  # another one for each test
+    return os.getcwd(), environ
 
 
 def _mpi_environ() -> dict[str, str]:
-    environ = {key: value for key, value in os.environ.items() if key not in _LAUNCH_VARIABLES}
+    environ = dict(os.environ)
+    for name in _LAUNCH_VARIABLES:  # those of a launcher of this process would be taken for mpiexec's
+        environ.pop(name, None)
     # mpiexec starts a new Python, which must find this package even if it is not installed.
     paths = (str(Path(child.__file__).parents[2]), environ.get("PYTHONPATH"))
     return {**_OPEN_MPI, **environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -8,7 +8,7 @@ copy that was made before a load has the old state, and refuses to go on.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -147,9 +147,10 @@ class DistributedDataContainer(Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """Return the samples of a batch, by the dataset's own `__getitems__` if it has one."""
         samples = [self._sample(index) for index in indices]
-        fetch = getattr(self.data, "__getitems__", None)
-        batch: Sequence[Sample] = fetch(samples) if fetch else [_item(self.data, sample) for sample in samples]
-        return batch
+        fetch: Callable[[list[int]], Sequence[Sample]] | None = getattr(self.data, "__getitems__", None)
+        if fetch is not None:
+            return fetch(samples)
+        return [_item(self.data, sample) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch at its first sample, unless it is the present one. Not collective, but all ranks must call."""

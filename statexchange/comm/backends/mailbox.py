@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.wait import Wait
@@ -44,8 +43,8 @@ class Mailbox:
         self._ring: memoryview | None = None
         self._arena: Arena | None = None
 
-    def put(self, data: Any, tag: int, wait: Wait) -> None:
-        """Send the uint8 array `data`; return when the receiver has taken all of it."""
+    def put(self, data: memoryview, tag: int, wait: Wait) -> None:
+        """Send the bytes `data`; return when the receiver has taken all of it."""
         posted, received = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
         for piece in self._pieces(data, tag):
@@ -55,19 +54,19 @@ class Mailbox:
             self._counts[posted] += 1
         self._until(lambda: self._counts[posted] == self._counts[received], wait)
 
-    def take(self, data: Any, tag: int, wait: Wait) -> None:
-        """Receive into the uint8 array `data`."""
+    def take(self, data: memoryview, tag: int, wait: Wait) -> None:
+        """Receive into `data`."""
         posted, received = 2 * tag, 2 * tag + 1
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] > self._counts[received], wait)
             piece[:] = self._place(tag, self._counts[received], wait)[: len(piece)]
             self._counts[received] += 1  # after the copy: the sender may now write there again
 
-    def _pieces(self, data: Any, tag: int) -> list[Any]:
+    def _pieces(self, data: memoryview, tag: int) -> list[memoryview]:
         if tag != _DATA_TAG:
             assert len(data) <= _NOTE_BYTES
-            return [memoryview(data)]
-        return [memoryview(data[at : at + _CHUNK_BYTES]) for at in range(0, len(data), _CHUNK_BYTES)]
+            return [data]
+        return [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
 
     def _place(self, tag: int, number: int, wait: Wait) -> memoryview:
         if tag != _DATA_TAG:

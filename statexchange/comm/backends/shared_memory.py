@@ -378,11 +378,11 @@ class SharedMemoryBackend(Backend):
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send through the pair's mailbox. Not collective."""
-        self._mailbox(self.rank, dst).put(data.numpy(), tag, wait)
+        self._mailbox(self.rank, dst).put(data.numpy().data, tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive through the pair's mailbox. Not collective."""
-        self._mailbox(src, self.rank).take(data.numpy(), tag, wait)
+        self._mailbox(src, self.rank).take(data.numpy().data, tag, wait)
 
     def _mailbox(self, src: int, dst: int) -> Mailbox:
         if (src, dst) not in self._mailboxes:

@@ -71,7 +71,7 @@ class Coordinator(FailureDetector):
         for connection in self._connections.values():
             connection.send(self._status())
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         self._take_message(0, message)
 
     # Connections
@@ -117,5 +117,5 @@ class Coordinator(FailureDetector):
     def _cause_of_death(self, rank: int) -> str:
         return f"its process {self._pids[rank]} died"
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, object]:
         return {**vars(self._view), "failure": self._failure}

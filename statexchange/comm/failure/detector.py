@@ -52,7 +52,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
@@ -101,7 +100,7 @@ class FailureDetector(FailureMonitor):
         self._op_number = 0
         self._operation = "its own code"
         self._progress = 0
-        self._failure: dict[str, Any] | None = None
+        self._failure: dict[str, object] | None = None
         self._view = GroupView([0] * self._world_size)
         self._seen_dead_at: dict[int, float] = {}  # when its connection was first seen to have ended
         self._period_s = _PERIOD_S * max(1.0, self._world_size / _LARGE_GROUP)
@@ -264,7 +263,7 @@ class FailureDetector(FailureMonitor):
                 self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
                 del self._seen_dead_at[rank]
 
-    def _post_failure(self, record: dict[str, Any]) -> None:
+    def _post_failure(self, record: dict[str, object]) -> None:
         self._failure = self._failure or record  # also without the coordinator, which may be gone
         self._post(["failure", record])
 
@@ -290,7 +289,7 @@ class FailureDetector(FailureMonitor):
     def _send_status(self) -> None:
         raise NotImplementedError
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         """Send a message to the coordinator, if it can be reached."""
         raise NotImplementedError
 

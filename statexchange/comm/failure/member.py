@@ -81,7 +81,7 @@ class Member(FailureDetector):
         if self._failure is None:
             self._failure = failure
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         if self._connection is not None:
             self._connection.send(message)
 
