@@ -36,6 +36,7 @@ class ArenaExchange:
         """
         fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
         if fitting:
+            # The smallest, so that a large one stays free for a large use.
             smallest = min(fitting, key=lambda arena: arena.nbytes)
             self._free.remove(smallest)
             return smallest
@@ -49,7 +50,7 @@ class ArenaExchange:
     def attach(self, address: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a view of another rank's arena, as bytes; each arena is mapped once. Not collective."""
         ident = address["id"]
-        if ident not in self._attached:
+        if ident not in self._attached:  # a new mapping would fault its pages in again
             self._attached[ident] = attach(address)
         return self._attached[ident].lend()
 
@@ -76,6 +77,7 @@ class ArenaExchange:
             if arena.ident not in referenced:
                 self._lent.remove(arena)
                 self._free.append(arena)
+        # The mapping of an arena that its owner has closed would keep its memory.
         for ident in self._attached.keys() - set(owned):
             del self._attached[ident]
 

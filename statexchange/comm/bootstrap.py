@@ -76,10 +76,12 @@ def _form_session(
     def all_gather_bytes(payload: bytes) -> list[bytes]:
         return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the formation of the communicator"))
 
-    infos = [RankInfo(*json.loads(answer)) for answer in all_gather_bytes(json.dumps(_info(bootstrap)).encode())]
+    answers = all_gather_bytes(json.dumps(_info(bootstrap)).encode())
+    infos = [RankInfo(*json.loads(answer)) for answer in answers]
     topology = topology_of(infos, bootstrap.rank)
     page = _page_of(bootstrap, infos, all_gather_bytes)
     run = run_identity(infos[0].nonce)
+    # All ranks take the same branches below, as they decide by what all of them have sent.
     if not all(info.has_torch for info in infos):
         if prefer == "shm":
             raise missing_extra('init("shm")', "torch")
@@ -92,7 +94,7 @@ def _form_session(
                 transport = backend = bootstrap.transport(timeout_s)
             else:
                 transport, backend = bootstrap, _shared_memory_backend(page, bootstrap, timeout_s)
-        if backend is not None:
+        if backend is not None:  # else there is too little memory for the data: the page is given up, too
             session = Session(backend, transport, page, page, topology, timeout_s, check=check, device_backend=devices)
             return session, run
     _report_no_shared_memory(topology, prefer)
@@ -111,7 +113,9 @@ def _lacking_for_memory() -> str:
     """Return what this machine lacks to share memory between ranks; "" if it can."""
     if platform.machine() not in ("x86_64", "AMD64"):  # what the control page needs: see the top of its file
         return f"a processor of {platform.machine()} may reorder stores"
-    return "" if hasattr(os, "memfd_create") else "this system has no memfd"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd"
+    return ""
 
 
 def _info(bootstrap: Backend) -> RankInfo:
@@ -177,9 +181,11 @@ def _hierarchical_backend(
             return local.all_gather_bytes(payload, Wait(timeout_s, "the formation of a host's group"))
 
         page = _page_of(local, [infos[rank] for rank in topology.node_ranks], all_gather_bytes)
-        shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
-        node = local.transport(timeout_s) if shared is None else shared
-        enter_on_node = None if page is None else functools.partial(page.enter, _STEP_ON_NODE)
+        shared: Backend | None = None
+        if page is not None:
+            shared = _shared_memory_backend(page, local, timeout_s)
+            enter_on_node = functools.partial(page.enter, _STEP_ON_NODE)
+        node = shared or local.transport(timeout_s)
     leaders = None
     if topology.rank in topology.leaders:
         leaders = transport.new_group(topology.leaders, timeout_s).transport(timeout_s)

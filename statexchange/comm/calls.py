@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from statexchange import values
 
@@ -67,15 +66,25 @@ def note_joined() -> None:
         public.is_joined = True
 
 
-def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> str:
-    """Return the message for ranks that have not reached `operation`; `missing` is () if they are not known.
+def absence_text(missing: Sequence[int], operation: str, timeout_s: float, silent: Sequence[int] = ()) -> str:
+    """Return the message for ranks for which `operation` waited in vain.
 
-    Until all ranks have completed a step of the public call, the message says that these have not made the call.
+    Until all ranks have completed a step of the public call, the message says that they have not made the call.
+
+    Args:
+        missing: these ranks; () if they are not known, or if all have come and their data have not.
+        operation: a description of the awaited call.
+        timeout_s: how long it waited.
+        silent: ranks that are stopped or cut off. Those of them that are missing may have come before they were.
     """
     public = under_way.get()
+    stopped = [rank for rank in missing if rank in silent]
+    if stopped:
+        causes = "their processes are stopped, or their hosts are cut off"
+        return f"ranks {stopped} do not respond, after {timeout_s:g} s in {operation}: {causes}"
     if public is None or public.is_joined:
-        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        return f"{subject} {operation} in {timeout_s:g} s"
+        problem = f"ranks {list(missing)} did not reach {operation}" if missing else f"{operation} did not complete"
+        return f"{problem} in {timeout_s:g} s"
     subject = "not all ranks have"
     if missing:
         *others, last = map(str, missing)
@@ -99,7 +108,7 @@ class Call:
 
     __slots__ = ("failure", "public", "site", "text")
 
-    def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
+    def __init__(self, step: str, failure: dict[str, object] | None = None) -> None:
         public = under_way.get()
         self.public = None if public is None else public.name
         self.text = step_text(step)
@@ -119,7 +128,7 @@ class Call:
         return fingerprint_of(self.text)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # a training loop makes the same calls in every step
 def fingerprint_of(text: str) -> int:
     """Return a hash of `text`, of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -147,6 +156,7 @@ def call_site() -> str:
     public = under_way.get()
     if public is not None and public.site is not None:
         return public.site
+    # Not by traceback or inspect, which read source files: this is called for each asynchronous call.
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -174,4 +184,5 @@ def is_autograd_thread() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or torch._C._current_graph_task_id() == -1:  # noqa: SLF001 (torch has no other way)
         return False
+    # Python makes a _DummyThread for a thread that it has not started, as those of the engine.
     return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 (nor has threading)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -75,7 +75,10 @@ def _op_name(op: object) -> str:
 
 
 def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
-    """Return the least and the greatest int64 whose product with `factor` lies within `limits`."""
+    """Return the least and the greatest int64 whose product with `factor` lies within `limits`.
+
+    Those of int8 with the factor 2 are -64 and 63.
+    """
     if factor == 0:
         return -_INT64_MAX - 1, _INT64_MAX
     low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
@@ -119,7 +122,7 @@ class Reduction:
             raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
         if exact and op == "avg":
             raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
-        if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
+        if exact and scale != 1 and (dtype == torch.bool or not scale.is_integer()):
             raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
         native = backend.reduces(plain, dtype)
         if dtype in COMPLEX and plain == "sum":  # torch.add multiplies by 1, which makes complex infinities NaN
@@ -160,7 +163,9 @@ class Reduction:
     def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Return the reduction of a copy of `tensor` in a dtype that the backend reduces right, or by Backend's own."""
         if self.dtype == torch.bool:
-            return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
+            # The sum of bools is whether any is true, their product whether all are.
+            op = "max" if self.op in ("sum", "max") else "min"
+            return self._run(backend, tensor.to(torch.uint8), op, wait)
         if self.dtype in INTS:
             return self._integers(backend, tensor, wait)
         if self.dtype in COMPLEX:
@@ -178,7 +183,10 @@ class Reduction:
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
+        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks.
+
+        The maximum of ``[nan, 2]`` and ``[1, 3]`` is that of ``[-inf, 2]`` and ``[1, 3]``, with NaN in place of 1.
+        """
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")
@@ -186,6 +194,7 @@ class Reduction:
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
+        # Applied last: `_range_of_results` tells which results, times the factor, fit.
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
@@ -214,9 +223,9 @@ class FlatTensor(Generic[TensorT]):
     `data` is the caller's own memory where that is possible; else `write_back` copies it there.
     """
 
-    def __init__(self, given: TensorT, device: str, *, written: bool) -> None:
-        self.given = given
-        self.tensor = tensor = _tensor_of(given, written=written)
+    def __init__(self, original: TensorT, device: str, *, written: bool) -> None:
+        self.original = original
+        self.tensor = tensor = _tensor_of(original, written=written)
         is_on_device = tensor.is_cpu if device == "cpu" else tensor.device.type == device
         self._is_callers_memory = is_on_device and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         if self._is_callers_memory:
@@ -225,6 +234,7 @@ class FlatTensor(Generic[TensorT]):
             self.data = tensor if is_flat else tensor.as_strided((tensor.numel(),), (1,))
             return
         moved = tensor if is_on_device else tensor.to(device)
+        # Torch marks a conjugate or negative by a bit, and leaves its memory as it was.
         self.data = moved.resolve_conj().resolve_neg().contiguous().view(-1)
 
     @property
@@ -241,15 +251,15 @@ class FlatTensor(Generic[TensorT]):
         """Write `data` to what the caller gave, and return that."""
         if not self._is_callers_memory:
             self.tensor.copy_(self.data.view(self.tensor.shape))
-        if isinstance(self.given, np.ndarray):
+        if isinstance(self.original, np.ndarray):
             array = as_numpy(self.tensor)
-            if not np.may_share_memory(self.given, array):
-                self.given[...] = array
-        return self.given
+            if not np.may_share_memory(self.original, array):
+                self.original[...] = array
+        return self.original
 
-    def start_from(self, given: FlatTensor[Any]) -> torch.Tensor:
-        """Return the tensor to reduce in place: for `out` a copy of `given`, as a failed call must not change `out`."""
-        return self.data if given is self else given.data.clone()
+    def start_from(self, source: FlatTensor[Any]) -> torch.Tensor:
+        """Return the tensor to reduce in place: for `out` a copy of `source`, as a failed call must not change it."""
+        return self.data if source is self else source.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> TensorT:
         """Write `result` to what the caller gave, and return that."""
@@ -260,13 +270,13 @@ class FlatTensor(Generic[TensorT]):
     @property
     def kind(self) -> str:
         """The kind of results for this caller: "array", or tensors of "cpu" or "cuda"."""
-        return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
+        return "array" if isinstance(self.original, np.ndarray) else self.tensor.device.type
 
 
-def _flat_for(route: Route, given: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
+def _flat_for(route: Route, original: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
     """Return what a caller gave as a flat tensor, and the backend that will move it."""
-    backend = route.backend_of(given)
-    return FlatTensor(given, backend.device_type, written=written), backend
+    backend = route.backend_of(original)
+    return FlatTensor(original, backend.device_type, written=written), backend
 
 
 @functools.lru_cache(maxsize=4096)
@@ -274,32 +284,33 @@ def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype)[6:]}{list(shape)}"
 
 
-def _tensor_of(given: object, *, written: bool) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor):
-        if isinstance(given, np.ndarray):
-            return _tensor_of_array(given, written=written)
-        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(given).__name__}")
-    if type(given) is not torch.Tensor and is_dtensor(given):
+def _tensor_of(original: object, *, written: bool) -> torch.Tensor:
+    if not isinstance(original, torch.Tensor):
+        if isinstance(original, np.ndarray):
+            return _tensor_of_array(original, written=written)
+        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(original).__name__}")
+    if type(original) is not torch.Tensor and is_dtensor(original):
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
-    check_dense(given)
+    check_dense(original)
     if written:
-        check_writable(given)
-    return given.detach() if given.requires_grad else given
+        check_writable(original)
+    # Autograd allows no change of a leaf in place. The detached tensor has the same memory.
+    return original.detach() if original.requires_grad else original
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     if written:
         check_writable(array)
-    plain = np.ascontiguousarray(array).reshape(array.shape)
+    plain = np.ascontiguousarray(array).reshape(array.shape)  # of no dim it makes one
     return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
 
 
-def _target(given: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
-    """Return where the result goes: into `out`, which must be like `given`."""
-    target = FlatTensor(out, given.data.device.type, written=True)
-    if target.text != given.text:
+def _target(flat: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
+    """Return where the result goes: into `out`, which must be like `flat`."""
+    target = FlatTensor(out, flat.data.device.type, written=True)
+    if target.text != flat.text:
         raise InvalidArgumentError(
-            "out must have the dtype and shape of the tensor", expected=given.text, found=target.text
+            "out must have the dtype and shape of the tensor", expected=flat.text, found=target.text
         )
     return target
 
@@ -319,30 +330,31 @@ def all_reduce(
     """See `Communicator.all_reduce`. Collective."""
     has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
     is_plain = has_plain_options and _is_plain(tensor)
-    known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        return _repeat_all_reduce(route, tensor, op, known)
+    if is_plain and route.may_repeat:
+        remembered = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            return _repeat_all_reduce(route, tensor, op, remembered)
     if isinstance(tensor, float | int) and not isinstance(tensor, bool):
         return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
         backend = route.backend_of(tensor)
-        given = FlatTensor(tensor, backend.device_type, written=out is None)
-        target = given if out is None else _target(given, out)
-        reduction = Reduction.of(op, given.data.dtype, scale, backend)
+        flat = FlatTensor(tensor, backend.device_type, written=out is None)
+        target = flat if out is None else _target(flat, out)
+        reduction = Reduction.of(op, flat.data.dtype, scale, backend)
     except Exception as refusal:  # noqa: BLE001 (as `checking`, which would slow down small tensors)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> TensorT:
-        result = target.start_from(given)
+        result = target.start_from(flat)
         reduction.all_reduce(backend, result, wait)
         return target.finish_with(result)
 
-    call = Call(f"all_reduce {reduction.text} {given.text}")
+    call = Call(f"all_reduce {reduction.text} {flat.text}")
     result = route.collective(call, backend, body, async_op)
     if is_plain and reduction.native:
-        route.remember(("all_reduce", op, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("all_reduce", op, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
 
 
@@ -380,19 +392,16 @@ def _is_plain(tensor: object) -> bool:
     return has_memory and tensor.is_contiguous()
 
 
-def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
+def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, remembered: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
-    backend = known.backend
+    backend = remembered.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-    _repeat(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    route.session.run(
+        remembered.call, lambda: backend.all_reduce(flat, reduction.op, reduction.finish, remembered.wait)
+    )
     return tensor
-
-
-def _repeat(route: Route, known: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
-    """Make a call that was made before; `transfer_data` moves the data. Collective."""
-    route.session.run(known.call, lambda: transfer_data(known.wait))
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -414,8 +423,8 @@ def all_reduce_multiple(
     """See `Communicator.all_reduce_multiple`. Collective."""
     by_key: dict[object, _ReducedTogether] = {}
     with route.session.checking("all_reduce_multiple"):
-        given = list(tensors)
-        for i, tensor in enumerate(given):
+        all_tensors = list(tensors)
+        for i, tensor in enumerate(all_tensors):
             flat, backend = _flat_for(route, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
@@ -424,7 +433,7 @@ def all_reduce_multiple(
     first_backend = groups[0].backend if groups else route.backend_for("cpu")
 
     def body(wait: Wait) -> list[TensorT]:
-        if not groups and first_backend.enters_itself:
+        if not groups and first_backend.enters_itself:  # without a reduction, in which it would
             wait.enter()
         for reduction, backend, flats in groups:
             together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
@@ -433,14 +442,14 @@ def all_reduce_multiple(
                 if flat.data is not together:
                     flat.data.copy_(part)
                 flat.write_back()
-        return given
+        return all_tensors
 
     tensor_texts = []
     for group in groups:
         tensor_texts += [flat.text for flat in group.flats]
     reductions = " ".join(dict.fromkeys(group.reduction.text for group in groups))
     how = "" if contiguous else ", one by one"
-    call = Call(f"all_reduce_multiple {reductions} of {len(given)}{how}: {_short(' '.join(tensor_texts))}")
+    call = Call(f"all_reduce_multiple {reductions} of {len(all_tensors)}{how}: {_short(' '.join(tensor_texts))}")
     return route.collective(call, first_backend, body, async_op)
 
 
@@ -456,16 +465,16 @@ def reduce(
     is_root = route.rank == root
     with route.session.checking("reduce"):
         route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=is_root and out is None)
-        target = _target(given, out) if is_root and out is not None else given
-        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
+        flat, backend = _flat_for(route, tensor, written=is_root and out is None)
+        target = _target(flat, out) if is_root and out is not None else flat
+        reduction = Reduction.of(op, flat.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorT:
-        result = target.start_from(given)
+        result = target.start_from(flat)
         reduction.reduce(backend, result, root, wait)
         return target.finish_with(result) if is_root else tensor
 
-    return route.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
+    return route.collective(Call(f"reduce {reduction.text} {flat.text} to {root}"), backend, body, async_op)
 
 
 def through_leaders(route: Route, tensor: TensorLike, between: Between, operation: str) -> None:
@@ -474,45 +483,51 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             raise InvalidArgumentError(f"expected a tensor of a floating dtype, not {type(tensor).__name__}")
         backend = route.hierarchy or route.backend_for(tensor.device.type)
-        given = FlatTensor(tensor, backend.device_type, written=True)
+        flat = FlatTensor(tensor, backend.device_type, written=True)
 
     def body(wait: Wait) -> None:
-        if given.data.numel():
-            backend.through_leaders(given.data, between, wait)
+        if flat.data.numel():
+            backend.through_leaders(flat.data, between, wait)
         elif backend.enters_itself:
             wait.enter()
-        given.write_back()
+        flat.write_back()
 
-    route.collective(Call(f"{operation} of {given.text}"), backend, body, async_op=False)
+    route.collective(Call(f"{operation} of {flat.text}"), backend, body, async_op=False)
 
 
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
     is_plain = type(root) is int and out is None and not async_op and _is_plain(tensor)
-    known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        assert isinstance(tensor, torch.Tensor)  # for mypy
-        data = _plain_bytes(tensor)
-        _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
-        return tensor
+    if is_plain and route.may_repeat:
+        remembered = route.known.get(("broadcast", root, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            _repeat_broadcast(route, tensor, root, remembered)
+            return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
         route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=out is None and not is_root)
-        target = given if out is None else _target(given, out)
+        flat, backend = _flat_for(route, tensor, written=out is None and not is_root)
+        target = flat if out is None else _target(flat, out)
 
     def body(wait: Wait) -> TensorT:
-        moved = given if is_root else target
+        moved = flat if is_root else target
         backend.broadcast(moved.bytes, root, wait)
-        if is_root and target is given:
+        if is_root and target is flat:
             return tensor
         return target.finish_with(moved.data)
 
-    call = Call(f"broadcast {given.text} from {root}")
+    call = Call(f"broadcast {flat.text} from {root}")
     result = route.collective(call, backend, body, async_op)
     if is_plain:
-        route.remember(("broadcast", root, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("broadcast", root, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
+
+
+def _repeat_broadcast(route: Route, tensor: TensorLike, root: int, remembered: KnownCall) -> None:
+    """Broadcast a plain tensor of a dtype and shape that were broadcast before. Collective."""
+    assert isinstance(tensor, torch.Tensor)  # for mypy
+    data = _plain_bytes(tensor)
+    route.session.run(remembered.call, lambda: remembered.backend.broadcast(data, root, remembered.wait))
 
 
 def gather(
@@ -521,43 +536,48 @@ def gather(
     """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
     verb = "all_gather" if root is None else "gather"
     is_plain = root is None and not async_op and _is_plain(tensor)
-    known = route.known.get((verb, tensor.dtype, tensor.shape)) if is_plain else None
-    if known is not None and route.may_repeat:
-        return _repeat_all_gather(route, tensor, known)
+    if is_plain and route.may_repeat:
+        remembered = route.known.get((verb, tensor.dtype, tensor.shape))
+        if remembered is not None:
+            return _repeat_all_gather(route, tensor, remembered)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
-        given, backend = _flat_for(route, tensor, written=False)
+        flat, backend = _flat_for(route, tensor, written=False)
 
     has_result = root in (None, route.rank)
 
     def body(wait: Wait) -> list[TensorKindT]:
-        gathered = given.data.new_empty(route.world_size * given.data.numel() if has_result else 0)
+        gathered = flat.data.new_empty(route.world_size * flat.data.numel() if has_result else 0)
         if root is None:
-            backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
+            backend.all_gather(flat.bytes, gathered.view(torch.uint8), wait)
         else:
-            nbytes = given.bytes.numel()
-            sent = [nbytes if rank == root else 0 for rank in range(route.world_size)]
-            received = [nbytes if has_result else 0] * route.world_size
-            backend.flat.all_to_all(given.bytes, sent, gathered.view(torch.uint8), received, wait)
+            nbytes = flat.bytes.numel()
+            sent = [0] * route.world_size
+            sent[root] = nbytes
+            received = [nbytes * has_result] * route.world_size
+            backend.flat.all_to_all(flat.bytes, sent, gathered.view(torch.uint8), received, wait)
         if not has_result:
             return []
-        parts = gathered.view(route.world_size, *given.tensor.shape)
-        return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
+        parts = gathered.view(route.world_size, *flat.tensor.shape)
+        return [cast("TensorKindT", _as_kind(part, flat.kind, route)) for part in parts]
 
-    call = Call(f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}")
+    text = f"{verb} {flat.text}"
+    if root is not None:
+        text += f" to {root}"
+    call = Call(text)
     result = route.collective(call, backend, body, async_op)
     if is_plain:
-        route.remember((verb, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember((verb, flat.tensor.dtype, flat.tensor.shape), call, backend)
     return result
 
 
-def _repeat_all_gather(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
+def _repeat_all_gather(route: Route, tensor: TensorKindT, remembered: KnownCall) -> list[TensorKindT]:
     """Gather plain tensors of a dtype and shape that were gathered before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     gathered = tensor.new_empty(route.world_size, *tensor.shape)
     sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
-    _repeat(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
+    route.session.run(remembered.call, lambda: remembered.backend.all_gather(sent, received, remembered.wait))
     return list(gathered.unbind())
 
 
@@ -580,13 +600,9 @@ class _TensorMetadata(NamedTuple):
 
 
 def _metadata_json(flats: Sequence[FlatTensor[Any]]) -> bytes:
-    """Return the metadata of tensors as JSON."""
+    """Return the metadata of tensors as JSON: of one, ``[["float32", [2, 3], "cpu"]]``."""
     metadata = [_TensorMetadata(str(flat.tensor.dtype)[6:], list(flat.tensor.shape), flat.kind) for flat in flats]
     return json.dumps(metadata).encode()
-
-
-def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
-    return [_TensorMetadata(*raw) for raw in json.loads(message)]
 
 
 def _one_per_rank(
@@ -600,8 +616,8 @@ def _one_per_rank(
             "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
         )
     if backend is None:
-        device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
-        backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
+        backends = set(map(route.backend_of, tensors))
+        backend = backends.pop() if len(backends) == 1 else route.backend_for("cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
 
 
@@ -610,8 +626,13 @@ def _exchanged(
 ) -> list[TensorLike]:
     """Send tensor i of `flats`, which may be empty, to rank i; return what the ranks send to this one. Collective."""
     messages = route.session.messages(call, _metadata_json(flats), None, wait)
-    by_sender = [_metadata_from_json(message)[route.rank :][:1] for message in messages]  # [] of a rank without tensors
-    sizes = [sum(metadata.nbytes for metadata in one_or_none) for one_or_none in by_sender]
+    by_sender = []
+    sizes = []
+    for message in messages:
+        # One, or none of a rank without tensors
+        to_this = [_TensorMetadata(*raw) for raw in json.loads(message)[route.rank :][:1]]
+        by_sender.append(to_this)
+        sizes.append(sum(metadata.nbytes for metadata in to_this))
     data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)
     if flats:
         data = torch.cat([flat.bytes for flat in flats])
@@ -619,8 +640,8 @@ def _exchanged(
     received = data.new_empty(sum(sizes))
     backend.flat.all_to_all(data, sent, received, sizes, wait)
     tensors = []
-    for one_or_none, part in zip(by_sender, torch.split(received, sizes), strict=True):
-        tensors += [metadata.tensor_over(part, route) for metadata in one_or_none]
+    for to_this, part in zip(by_sender, torch.split(received, sizes), strict=True):
+        tensors += [metadata.tensor_over(part, route) for metadata in to_this]
     return tensors
 
 
@@ -656,20 +677,20 @@ def all_to_all(
 def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:
     """See `Communicator.reduce_scatter`. Collective."""
     with route.session.checking("reduce_scatter"):
-        given, backend = _flat_for(route, tensor, written=False)
-        whole = given.tensor.shape
+        flat, backend = _flat_for(route, tensor, written=False)
+        whole = flat.tensor.shape
         if not whole or whole[0] % route.world_size:
-            raise InvalidArgumentError(f"dimension 0 of {given.text} cannot be cut into {route.world_size} parts")
-        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
+            raise InvalidArgumentError(f"dimension 0 of {flat.text} cannot be cut into {route.world_size} parts")
+        reduction = Reduction.of(op, flat.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorKindT:
-        rows, *others = given.tensor.shape
+        rows, *others = flat.tensor.shape
         shape = (rows // route.world_size, *others)
-        part = given.data.new_empty(math.prod(shape))
-        reduction.reduce_scatter(backend, given.data, part, wait)
-        return cast("TensorKindT", _as_kind(part.view(shape), given.kind, route))
+        part = flat.data.new_empty(math.prod(shape))
+        reduction.reduce_scatter(backend, flat.data, part, wait)
+        return cast("TensorKindT", _as_kind(part.view(shape), flat.kind, route))
 
-    return route.collective(Call(f"reduce_scatter {reduction.text} {given.text}"), backend, body, async_op)
+    return route.collective(Call(f"reduce_scatter {reduction.text} {flat.text}"), backend, body, async_op)
 
 
 def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -685,7 +706,7 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         if backend.enters_itself:
             wait.enter()
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return memory[:nbytes].view(dtype).view(tuple(shape))
+        return memory.view(dtype).view(tuple(shape))
 
     call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
     return cast("torch.Tensor", route.collective(call, backend, body, async_op=False))
@@ -706,6 +727,7 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         text = flat.text
     except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
         refusal, text = error, f"refused: {error}"
+    # A refusal is a text that differs from that of any tensor: the peer reads it as a different call.
     note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
     mover = backend.flat
@@ -727,7 +749,11 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
 
 
 def _note_if_different(mover: Backend, verb: str, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same."""
+    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same.
+
+    A note: the 8 bytes of a hash of ``float32[2]``, then ``rank 0 called send float32[2] to 1 at train.py:7``.
+    """
+    # Of a fixed size, since a receive must know it. The text is cut, which the hash is not.
     shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
     own_hash = fingerprint_of(text).to_bytes(8, "little")
     sent = torch.frombuffer(bytearray(own_hash + shown), dtype=torch.uint8)

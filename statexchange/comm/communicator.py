@@ -316,6 +316,7 @@ class Communicator:
                 raise error
             return [note]
         record = None
+        # AbandonedError is no failure of this rank: it only leads here, where another rank reports one.
         if error is not None and not isinstance(error, AbandonedError):
             record = session.record(error, step_text(phase))
         call = Call(f"the end of {phase}", failure=record)
@@ -451,8 +452,8 @@ class Communicator:
         """
         with self.checking("gather_object"):
             self.check_root(root)
-        found = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
-        return found if self.rank == root else []
+        by_rank = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
+        return by_rank if self.rank == root else []
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """Return the values of all ranks in rank order, on every rank.
@@ -504,6 +505,7 @@ class Communicator:
         try:
             payload = encoded([None, obj])
         except (TypeError, ValueError) as error:
+            # The other ranks are in this call: they get the error in place of the value.
             failure = error
             payload = encoded([session.record(error, step_text("encoding its value")), None])
         if self.world_size == 1 and failure is None:
@@ -1068,8 +1070,10 @@ class Communicator:
         """
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
+        # In the order in which they are given: another order is another group, with other ranks.
         key = tuple(ranks)
         groups = self._groups
+        # One that has been closed or has failed is made anew.
         if key not in groups or groups[key].is_closed:
             with self._session.forming_group():
                 bootstrap = self._session.group_of(key)
@@ -1100,6 +1104,7 @@ class Communicator:
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
             refusal = InvalidArgumentError(f"color and key are integers, not {color!r} and {key!r}")
             self._session.refuse("split", refusal)
+        # Only the ranks of one color go on together, so each must know them first.
         colors_and_keys = self._gather_values("split", [color, key], {})
         if color is None:
             return None
@@ -1128,16 +1133,18 @@ class Communicator:
         session, call = self._session, Call("duplicate")
 
         def make() -> Communicator:
+            # Not `new_group`, which returns the same communicator each time.
             with session.forming_group():
                 bootstrap = session.transport.new_group(range(self.world_size), self.timeout_s)
                 return self._form(bootstrap, self.timeout_s)
 
-        session.all_gather_bytes(call, b"")
+        session.all_gather_bytes(call, b"")  # so that a rank that does not call is named
         return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
+        # In this order, so that rank i of it is the one with local rank i.
         return self.new_group(self._session.topology.node_ranks_by_local_rank)
 
     @property
@@ -1155,6 +1162,7 @@ class Communicator:
         Not collective. It is this communicator itself, unless that is hierarchical. Both share everything, also
         failures and the order of calls. All ranks must make a call on the same one of the two.
         """
+        # Made late, since most callers never use it.
         if self._flat is None:
             is_flat = self._route.hierarchy is None
             self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_side_of=self)
@@ -1177,7 +1185,7 @@ class Communicator:
         """
         if self.is_inherited:
             return
-        for dependent in list(self.dependents):
+        for dependent in list(self.dependents):  # a copy, as each removes itself
             dependent.close()
         for group in self._groups.values():
             if group is not self:
@@ -1202,10 +1210,9 @@ class Communicator:
 
 def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     """Return the error for an invalid `timeout_s`, None if it is valid."""
-    if timeout_s is None or (type(timeout_s) is float and timeout_s > 0):
-        return None
     try:
-        check_timeout(timeout_s)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
     except InvalidArgumentError as refusal:
         return refusal
     return None
@@ -1264,7 +1271,7 @@ def agree(comm: Communicator, failure: Exception | None, phase: str, value: T | 
     note: object = None
     if value is not None:
         note = messages.encode(value, kind)
-    found = []
+    by_rank = []
     for rank, raw in enumerate(comm.agree(failure, phase=phase, note=note)):
-        found.append(messages.decode(raw, kind, f"its note on {phase}", rank))
-    return found
+        by_rank.append(messages.decode(raw, kind, f"its note on {phase}", rank))
+    return by_rank

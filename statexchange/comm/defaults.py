@@ -273,7 +273,7 @@ def set_default(comm: Communicator | None) -> None:
     """Replace the default: inside a `use` block for this thread, else for the process. Not collective."""
     global _of_process
     try:
-        _default.get()
+        _default.get()  # only `use` gives it a value, also None
         _default.set(comm)
     except LookupError:
         _of_process = comm
@@ -342,6 +342,7 @@ def _resolved(comm: Any) -> Communicator:  # noqa: ANN401 (whatever a caller gav
         return _default_communicator()
     if isinstance(comm, Communicator):
         return comm
+    # By names, so that neither torch nor mpi4py is imported for a caller that has none of them.
     if type(comm).__name__ == "DeviceMesh":
         return _from_mesh(comm)
     if type(comm).__module__.startswith("mpi4py"):
@@ -466,10 +467,7 @@ def get_rank() -> int:
         >>> sx.get_rank()
         0
     """
-    comm, group = current(), torch_default_group()
-    if comm is not None:
-        return comm.rank
-    return int(group.rank()) if group is not None else 0
+    return _rank_and_world_size()[0]
 
 
 def get_world_size() -> int:
@@ -482,10 +480,15 @@ def get_world_size() -> int:
         >>> sx.get_world_size()
         1
     """
+    return _rank_and_world_size()[1]
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    # Not by `get_communicator`, which may make a communicator: that is collective.
     comm, group = current(), torch_default_group()
     if comm is not None:
-        return comm.world_size
-    return int(group.size()) if group is not None else 1
+        return comm.rank, comm.world_size
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def get_local_rank() -> int:

@@ -38,12 +38,12 @@ def forget(thing: Owned) -> None:
     _owned.discard(thing)
 
 
-@functools.cache
+@functools.cache  # a handler of `os` cannot be removed, so there is one for all objects, made with the first
 def _register() -> None:
     os.register_at_fork(after_in_child=_disown_all)
 
 
 def _disown_all() -> None:
     with contextlib.ExitStack() as all_of_them:  # call all of them, even if one raises
-        for thing in list(_owned):
+        for thing in list(_owned):  # a copy: `disown` may call `forget`
             all_of_them.callback(thing.disown)

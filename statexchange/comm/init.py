@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from statexchange.comm import defaults
 from statexchange.comm.backends.backend import Backend
@@ -121,6 +121,7 @@ def init(
     with needing_extra("init without MPI"):
         comm = _make(options, default_timeout_s() if seconds is None else seconds)
     try:
+        # A phase, as a rank may lack its GPU: then all raise, and the others do not wait for it in their first call.
         with public_call("init"), comm.phase("choosing a device"):
             comm.compute_on(_choose(devices, defaults.local_rank_of(comm)))
     except BaseException:
@@ -160,6 +161,7 @@ def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
 def _make(options: InitOptions, timeout_s: float) -> Communicator:
     check = options.check != "off"
     is_torchs = options.backend in ("gloo", "nccl")
+    # With a rendezvous the caller names the ranks, which need not be those of a group that runs.
     running = defaults.torch_default_group() if is_torchs or options.rendezvous is None else None
     if options.backend == "auto" and running is not None:
         return defaults.adopted(running, timeout_s, check=check)
@@ -173,7 +175,7 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
         from statexchange.comm.backends.nccl import NCCLBackend
 
         group = defaults.torch_default_group()
-        if group is None:
+        if group is None:  # else the user has initialised it, or this is the second call
             store, rank, size = bootstrap.lasting_store, bootstrap.rank, bootstrap.world_size
             group = torch_groups.start(options.backend, store, rank, size, timeout_s)
         return NCCLBackend(group, bootstrap) if options.backend == "nccl" else None
@@ -231,10 +233,10 @@ def shutdown() -> None:
     if comm is not None:
         comm.close()
         defaults.set_default(None)
-    defaults.forget_all()
+    defaults.forget_all()  # also where there is no default: adopted groups have communicators of their own
 
 
-Devices = Sequence[Any] | Literal[False] | None
+Devices = Sequence[object] | Literal[False] | None
 
 
 def _choose(devices: Devices, local_rank: int) -> str:
@@ -246,7 +248,7 @@ def _choose(devices: Devices, local_rank: int) -> str:
         return "cpu"
     if devices is None:
         num_gpus = _num_gpus() if importlib.util.find_spec("torch") is not None else 0
-        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"
+        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"  # several ranks may share a GPU
     if not 0 <= local_rank < len(devices):
         raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")
     return _use(_name(devices[local_rank], devices))
@@ -265,7 +267,7 @@ def _num_gpus() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def _name(entry: object, devices: Sequence[Any]) -> str:
+def _name(entry: object, devices: Sequence[object]) -> str:
     import torch
 
     try:

@@ -53,6 +53,7 @@ def is_forked_from_rank() -> bool:
 
 def refuse_inherited(group: object) -> None:
     """Raise ForkedError if `group` belongs to the rank from which this process was forked. Not collective."""
+    # Torch's groups may also be made in the child. MPI is the parent's: a child of a fork cannot use it at all.
     is_mpi = type(group).__module__.startswith("mpi4py")
     if any(group is inherited for inherited in _inheritance.groups) or (_inheritance.is_from_rank and is_mpi):
         raise ForkedError("this process was forked from a rank, to which this group belongs")
@@ -64,6 +65,7 @@ def _close_at_exit() -> None:
 
     def close() -> None:
         for comm in list(_communicators):
-            comm.close(getattr(sys, "last_value", None))  # the uncaught error, if there was one
+            # The interpreter keeps the uncaught error there, if there was one.
+            comm.close(getattr(sys, "last_value", None))
 
     atexit.register(close)

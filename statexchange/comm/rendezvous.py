@@ -111,27 +111,21 @@ def at_url(url: str, rank: int, world_size: int, timeout_s: float) -> StoreBoots
     listens. Raises StallError with the ranks that did not join in time or left early, NotInitializedError if rank 0
     runs but cannot be reached, StorageError, or InvalidArgumentError.
     """
-    parts, port = urlsplit(url), _port_of(url)
-    is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
-    is_directory = parts.scheme == "file" and parts.path.startswith("/") and is_local
-    is_address = parts.scheme == "tcp" and parts.hostname and port is not None
-    if not is_directory and not is_address:
-        raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
-    if world_size == 1:
-        return StoreBootstrap(_stores.HashStore(), 0, range(1))
-    if is_directory:
-        return _in_directory(Path(parts.path), rank, world_size, timeout_s)
-    assert parts.hostname is not None
-    assert port is not None
-    return _at_address(parts.hostname, port, rank, world_size, timeout_s)
-
-
-def _port_of(url: str) -> int | None:
-    """Return the port of a URL; None if it has none, or not a valid one."""
     try:
-        return urlsplit(url).port
-    except ValueError:
-        return None
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # half a bracket of IPv6, or a port that is no number: refused below, as the empty URL
+        parts, port = urlsplit(""), None
+    is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
+    if parts.scheme == "file" and parts.path.startswith("/") and is_local:
+        if world_size > 1:
+            return _in_directory(Path(parts.path), rank, world_size, timeout_s)
+    elif parts.scheme == "tcp" and parts.hostname and port is not None:
+        if world_size > 1:
+            return _at_address(parts.hostname, port, rank, world_size, timeout_s)
+    else:
+        raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
+    return StoreBootstrap(_stores.HashStore(), 0, range(1))
 
 
 def _at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
@@ -165,14 +159,15 @@ def _lead(
 
 def _follow(joining: Joining, places: Callable[[], Sequence[Place]]) -> StoreBootstrap:
     """Return a bootstrap backend at the store that rank 0 serves, or will serve, at one of `places`. Collective."""
-    reason = lost = ""
+    reason = lost = ""  # why the last attempt failed, and the last one after which a server was lost
     while True:
         for place in places():
+            # At the deadline one attempt is made all the same, so that the error can tell its reason.
             if place.nonce in _completed or (reason and time.monotonic() > joining.deadline):
                 continue
             try:
                 store, server = tcp_store.connect(place, joining.timeout_s, joining.deadline)
-                if server not in _completed:
+                if server not in _completed:  # a URL of TCP does not tell the nonce: only the server does
                     joining.join(store)
                     _completed.add(server)
                     return StoreBootstrap(store, joining.rank, range(joining.world_size))

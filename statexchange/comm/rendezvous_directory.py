@@ -43,7 +43,7 @@ _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
 _SERVER = re.compile(r"server-[0-9a-f]{32}\.json")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ANY_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ANY_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe must not block
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def announced(path: Path, server: Server) -> Iterator[None]:
         _put(path, f"server-{server.nonce}.json", messages.encoded(record, _Announcement))
         time.sleep(_SETTLE_S)
         _put(path, f"settled-{server.nonce}")
+        # After its own announcement: of two ranks 0 that begin at once, at least one sees the other.
         with _opened(path) as directory:
             for announcement in _announcements(directory):
                 owner = announcement.owner
@@ -98,7 +99,7 @@ def _announcements(directory: int) -> list[_Announcement]:
     """Return what is announced, the newest first by the clock of the file server."""
     by_age: list[tuple[float, str]] = []
     for name in filter(_SERVER.fullmatch, os.listdir(directory)):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # its rank has removed it since the listing
             by_age.append((os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime, name))
     announcements = [_read(directory, name) for _, name in sorted(by_age, reverse=True)]
     return [announcement for announcement in announcements if announcement is not None]

@@ -136,7 +136,7 @@ class Session:
         self.shared_error: BaseException | None = None
         self._check = check
         self._last_shared_error: StateExchangeError | None = None
-        self._pending_failure: dict[str, Any] | None = None
+        self._pending_failure: dict[str, object] | None = None
         self._has_cut_message = False
         self.has_begun_work = False
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
@@ -174,9 +174,10 @@ class Session:
             if caller is None or not caller.is_alive() or self.world_size == 1:
                 self._caller = thread
                 return
+        last_call = f"called {self._last_call}" if self._last_call else "made it"
         error = InvalidArgumentError(
             f"thread {thread.name!r} called {call.text} at {call_site()}, but the communicator belongs to thread "
-            f"{caller.name!r}, which {f'called {self._last_call}' if self._last_call else 'made it'} and still runs: "
+            f"{caller.name!r}, which {last_call} and still runs: "
             "give each thread a communicator of its own, from duplicate(), or call hand_over() in that thread first",
             rank=self.rank,
         )
@@ -249,7 +250,9 @@ class Session:
         answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
         if any(answer[:8] != fingerprint for answer in answers):
             raise DifferentCallsError
-        return [answer[8:] for answer in answers] if root is None or root == self.rank else []
+        if root not in (None, self.rank):  # the transport gives all ranks all answers
+            return []
+        return [answer[8:] for answer in answers]
 
     def _enter(self, call: Call, location: int | None, wait: Wait) -> Sequence[int]:
         """Compare the ranks' calls at the entry of a collective on tensors. This is what `Wait.enter` calls."""
@@ -263,7 +266,7 @@ class Session:
         """Begin a call: return its Wait, whose `enter` compares calls. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
-        if self.page is None:
+        if self.page is None:  # which counts barriers, and is checked at each of them
             self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
@@ -293,7 +296,7 @@ class Session:
                 raise  # on all ranks already
             self.refuse(verb, refusal)
 
-    def record(self, error: BaseException, phase: str) -> dict[str, Any]:
+    def record(self, error: BaseException, phase: str) -> dict[str, object]:
         """Return the record that carries an error of this rank to the others."""
         return to_record(error, self.rank, phase, self.topology.hosts[self.rank])
 
@@ -323,7 +326,7 @@ class Session:
             try:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
-                self._has_cut_message = True
+                self._has_cut_message = True  # the peer may have sent a part of it, which nobody will receive
                 if self._last_shared_error is not None and not self.monitor.collective_requested():
                     self.fail(call, self._last_shared_error)  # this rank has already joined the collective
                 raise
@@ -343,7 +346,7 @@ class Session:
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
         """Join the collective for which `call` was broken off, and raise the failure that it reports. Collective."""
-        if self.monitor.collective_requested():
+        if self.monitor.collective_requested():  # else this rank has joined it already, in another call
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
 
@@ -382,6 +385,7 @@ class Session:
         try:
             result = body()
         except DifferentCallsError:
+            # Guarded, too: a rank may die in this exchange as in any other.
             error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
             self._note_shared_error(call, error, is_shared)
             raise error from None
@@ -410,14 +414,14 @@ class Session:
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
-        own: dict[str, Any] = {
+        account: dict[str, object] = {
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
             "public": call.public,
         }
         explaining = Call.of_all("an explanation")
-        answers = self.messages(explaining, encoded(own), None, self.begin(explaining))
+        answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:
@@ -435,7 +439,9 @@ class Session:
         """
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
-        self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
+        if not isinstance(error, StateExchangeError):
+            error = from_record(self.record(error, call.text))
+        self.dead = error
         self.monitor.report_failure(self.dead)
         self.backend.leave(self.dead)
 
@@ -451,13 +457,14 @@ class Session:
 
         Collective over them.
         """
+        # In one order first, so that ranks that give different orders meet, and can compare them.
         members = sorted(ranks)
         if len(members) == self.world_size:
             self.all_gather_bytes(Call(f"new_group({list(ranks)})"), b"")
             group = self.transport
         else:
             self.raise_if_dead()
-            self.drain()
+            self.drain()  # as `all_gather_bytes` does in the other branch
             group = self.transport.new_group(members, self.timeout_s)
             self._compare_orders(group, ranks, members)
         if members == list(ranks):
@@ -471,7 +478,7 @@ class Session:
         if any(order != list(ranks) for order, _ in orders):
             raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
-    def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
+    def raise_first(self, call: Call, records: Sequence[dict[str, object] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one. All have equal `records`; `cause` is this rank's error."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
@@ -495,6 +502,7 @@ class Session:
             ended = "this rank's code" if public is None else public
             since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
+        # Work under way uses the monitor and the backends: it ends before they close, or a second has passed.
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.close(_CLOSE_S)
         self.monitor.close()
@@ -541,6 +549,7 @@ class Route:
         if call.public is not None or page is None or not backend.enters_itself:
             return
         if key not in self.known:
+            # A program whose shapes change in every step would else fill the memory.
             if len(self.known) >= _MOST_KNOWN:
                 self.known.clear()
             self.known[key] = None

@@ -30,7 +30,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -44,6 +44,9 @@ from statexchange.errors import (
     to_record,
 )
 from statexchange.processes import Owner
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed exports it, but not for type checkers
 
 __all__ = [
     "Joining",
@@ -60,7 +63,7 @@ _ATTEMPT_S = 3.0  # for one attempt to connect
 _HANDSHAKE_S = 10.0  # for torch's client to be served
 _NOTICE_S = 1.0  # for the other ranks to read an error
 _ANSWER_S = 3.0  # for rank 0 to decide after a deadline, and to answer
-_COMPLETE = b"complete"
+_COMPLETE = "complete"
 _PHASE = "the rendezvous"
 
 
@@ -78,9 +81,10 @@ class Server:
 
         torch.distributed may serve its store at the same port later: scripts set one MASTER_PORT for both.
         """
+        # Torch need not wait for the other ranks: rank 0 does, and names those that are missing (`Joining`).
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
-            self._store: Any = _stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options)
+            self._store: Store | None = _stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options)
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {first_line(error)}") from error
         self.port = int(self._store.port)
@@ -94,7 +98,7 @@ class Server:
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
-        self._store = None
+        self._store = None  # torch ends the server with its last reference: `store` is another one
 
 
 class Place(NamedTuple):
@@ -106,7 +110,7 @@ class Place(NamedTuple):
     host: str = ""
 
 
-def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> tuple[Any, str]:
+def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> tuple[Store, str]:
     """Return a client of the store at `place`, and the nonce of its server; OSError if it does not answer.
 
     `timeout_s` is the limit of the client's later requests. No attempt begins after `deadline`, a time of the monotonic
@@ -118,6 +122,7 @@ def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> t
         try:
             # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
             socket.create_connection((address, place.port), min(left_s, _ATTEMPT_S)).close()
+            # In another thread, which a program that takes connections and answers nothing would hold up.
             connecting = begun("a connection to the store", functools.partial(_client, address, place, timeout_s))
             return connecting.wait(min(left_s, _HANDSHAKE_S))
         except StallError:
@@ -129,7 +134,7 @@ def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> t
     raise refusal
 
 
-def _client(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
+def _client(address: str, place: Place, timeout_s: float) -> tuple[Store, str]:
     options = {"is_master": False, "wait_for_workers": False, "timeout": as_timedelta(_HANDSHAKE_S)}
     try:
         store = _stores.TCPStore(address, place.port, **options)
@@ -158,7 +163,7 @@ class Joining:
         """The time at which this rank gives up, of the monotonic clock."""
         return self.began + self.timeout_s
 
-    def join(self, store: Any) -> None:
+    def join(self, store: Store) -> None:
         """Join `store`, and return when all ranks have, which rank 0 decides. Collective.
 
         What rank 0 raises is raised on all ranks that have joined, and so is what a rank finds that has another
@@ -171,14 +176,15 @@ class Joining:
             try:
                 self._introduce(store)
                 self._wait_for_all(store)
-                self._decide(store, _COMPLETE)
+                self._decide(store)
             except BaseException as error:
+                # An interrupt, too. If the rendezvous is decided already, this changes nothing.
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
                     store.compare_set("decision", "", json.dumps(to_record(error, 0, _PHASE)))
                     time.sleep(_NOTICE_S)  # the others read it
                 raise
 
-    def _follow(self, store: Any) -> None:
+    def _follow(self, store: Store) -> None:
         def join() -> None:
             self._introduce(store)
             self.wait_until_complete(store)
@@ -191,8 +197,9 @@ class Joining:
                 raise
             raise self._unanswered_error() from None
 
-    def _introduce(self, store: Any) -> None:
+    def _introduce(self, store: Store) -> None:
         """Write the keys of this rank; fail the rendezvous if they contradict those of another one."""
+        # With "" as the expected value `compare_set` writes only a new key, and it returns what is there afterwards.
         world_size = int(store.compare_set("world_size", "", str(self.world_size)))
         error: StateExchangeError
         if world_size != self.world_size:
@@ -206,7 +213,7 @@ class Joining:
         store.compare_set("decision", "", json.dumps(to_record(error, self.rank, _PHASE)))
         raise error
 
-    def _takes_its_place(self, store: Any) -> bool:
+    def _takes_its_place(self, store: Store) -> bool:
         """Join as this rank; return False if another process has, which may still run."""
         key, mine = _joined(self.rank), json.dumps(Owner.current().to_json())
         present = store.compare_set(key, "", mine).decode()
@@ -215,27 +222,27 @@ class Joining:
         was_restarted = Owner.from_json(json.loads(present)).is_dead
         return was_restarted and store.compare_set(key, present, mine).decode() == mine
 
-    def _decide(self, store: Any, decision: bytes) -> None:
-        """Raise the error that was decided, unless the decision is, or was, to complete the rendezvous."""
-        decided = store.compare_set("decision", "", decision.decode())
+    def _decide(self, store: Store) -> None:
+        """Decide that the rendezvous is complete, if nothing is decided yet; raise the error if that was decided."""
+        decided = store.compare_set("decision", "", _COMPLETE).decode()
         if decided != _COMPLETE:
             raise from_record(json.loads(decided))
 
-    def _wait_for_all(self, store: Any) -> None:
+    def _wait_for_all(self, store: Store) -> None:
         while missing := self._missing(store):
             if store.check(["decision"]):
-                self._decide(store, _COMPLETE)
+                self._decide(store)
             if time.monotonic() > self.deadline:
                 raise self.absent_error(missing)
             time.sleep(_POLL_S)
 
-    def _missing(self, store: Any) -> list[int]:
+    def _missing(self, store: Store) -> list[int]:
         """Return the ranks that have not joined."""
         if store.check([_joined(rank) for rank in range(self.world_size)]):  # all at once, as there may be thousands
             return []
         return [rank for rank in range(self.world_size) if not store.check([_joined(rank)])]
 
-    def wait_until_complete(self, store: Any) -> None:
+    def wait_until_complete(self, store: Store) -> None:
         """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
 
         If all have joined at the deadline, wait a second more: rank 0 may have reached its own deadline just now, and
@@ -243,17 +250,19 @@ class Joining:
         """
         while not store.check(["decision"]):
             if time.monotonic() > self.deadline:
-                if missing := self._missing(store):
+                missing = self._missing(store)
+                if missing:
                     raise self.absent_error(missing)
                 if time.monotonic() > self.deadline + _NOTICE_S:
                     raise self._unanswered_error()
             time.sleep(_POLL_S)
-        self._decide(store, _COMPLETE)
+        self._decide(store)
 
     def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
         """Return the error for ranks that did not join."""
         text = f"ranks {list(ranks)} did not join at {self.where} in {self.timeout_s:g} s"
-        text += f": {reason}" if reason else ""
+        if reason:
+            text += f": {reason}"
         return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
     def _unanswered_error(self) -> StallError:

@@ -26,7 +26,13 @@ class RankInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The hosts of all ranks, and the number of this one. Hosts are numbered in the order of their lowest ranks."""
+    """The hosts of all ranks, and the number of this one. Hosts are numbered in the order of their lowest ranks.
+
+    Example:
+        >>> topology = Topology(2, nodes=(0, 1, 0), hosts=("a", "b", "a"))
+        >>> topology.node_ranks, topology.local_rank, topology.leaders
+        ([0, 2], 1, [0, 1])
+    """
 
     rank: int
     nodes: tuple[int, ...]
@@ -63,16 +69,17 @@ class Topology:
         """The rank of each host that has local rank 0."""
         if not self.local_ranks:
             return self.leaders
-        by_node = {self.nodes[rank]: rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0}
-        return [by_node[node] for node in range(len(by_node))]
+        ranks = [rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0]
+        return sorted(ranks, key=self.nodes.__getitem__)
 
 
 def topology_of(infos: Sequence[RankInfo], rank: int) -> Topology:
-    """Return the topology, with the launcher's local ranks if these are 0, 1, ... on each host.
+    """Return the topology for `rank`, with the launcher's local ranks if these are 0, 1, ... on each host.
 
     They may differ from rank order, as with Open MPI 5. They are used so that a rank has the same local rank before and
     after `init`.
     """
+    # By identity, as containers on one machine may have the same name.
     identities = list(dict.fromkeys(info.host_identity for info in infos))
     nodes = tuple(identities.index(info.host_identity) for info in infos)
     hosts = tuple(info.host for info in infos)

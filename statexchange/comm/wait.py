@@ -3,7 +3,8 @@
 No wait of this package blocks in a native call, except in a helper thread (gloo.py, torch_groups.py), and for 1 ms
 where Gloo's connections are closed. A wait tests its condition, and between two tests it checks its monitor. It raises
 PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off while any rank
-reports progress, so it bounds the time without progress, not the whole time. After a minute without progress the log
+reports progress, and begins anew with each condition (`until`): it bounds the time without progress, not the whole time
+of a call. So a rank that comes late takes no time from the data that follow. After a minute without progress the log
 names the ranks that are missing, so that nobody has to wait for the deadline to learn of them.
 """
 
@@ -118,27 +119,24 @@ class Wait:
                 self._has_looked_for_late_ranks = True
                 self._log_late_ranks(idle_s)
         if now - self._progress_at > self.timeout_s:
-            raise self.stall_error(monitors[0].missing_ranks())
+            raise self.stall_error(monitors[0].missing_ranks(), monitors[0].silent_ranks())
 
     def _log_late_ranks(self, idle_s: float) -> None:
         """Log which ranks are missing, if that is known; on the lowest rank that waits for them."""
         # Not the monitor that is asked first: that of a host has numbers of its own for the ranks.
         late = self.monitor.late_ranks()
         if late:
-            text = absence_text(late, self.operation, round(idle_s, 1))
+            text = absence_text(late, self.operation, round(idle_s, 1), self.monitor.silent_ranks())
             _log.warning("waiting for late ranks (StallError after %g s without progress): %s", self.timeout_s, text)
 
-    def restart(self) -> None:
-        """Put off the deadline, as what was awaited so far has come."""
-        self._restart_at(time.monotonic())
-
     def _restart_at(self, now: float) -> None:
+        """Put off the deadline, as of now."""
         self._progress_at = now
         self._has_looked_for_late_ranks = False
 
-    def stall_error(self, missing: Sequence[int]) -> StallError:
-        """Return the error for ranks that have not come in time; `missing` is () if they are not known."""
-        text = absence_text(missing, self.operation, self.timeout_s)
+    def stall_error(self, missing: Sequence[int], silent: Sequence[int] = ()) -> StallError:
+        """Return the error for ranks that have not come in time; the arguments are those of `absence_text`."""
+        text = absence_text(missing, self.operation, self.timeout_s, silent)
         return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
 
     def until(self, done: Callable[[], object], pace: Pace = _PACE, watched: FailureMonitor | None = None) -> None:
@@ -155,13 +153,15 @@ class Wait:
             if done():
                 return
         began = time.monotonic()
+        self._restart_at(began)
         for _ in range(pace.yields):
             if done():
                 return
             if time.monotonic() - began > pace.yielding_s:
                 break
             yield_core()
-        monitors = {watched or self.monitor: True, self.monitor: True}  # the one that is asked first comes first
+        # `watched` first, as it watches the very ranks that `done` waits for: it names those that are missing.
+        monitors = list(dict.fromkeys([watched or self.monitor, self.monitor]))
         while not done():
-            self._poll(list(monitors))
+            self._poll(monitors)
             time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

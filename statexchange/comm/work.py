@@ -160,6 +160,7 @@ class WorkQueue:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         work: Work[T] = Work(operation, broken_off, self)
+        # What is under way, for `drain`, and what has failed and nobody has seen, for `raise_lost`.
         kept = [earlier for earlier in self._works if not earlier.is_completed() or earlier.is_lost]
         self._works = [*kept, work]
         self._jobs.put((work, body))
@@ -167,6 +168,7 @@ class WorkQueue:
 
     def drain(self) -> None:
         """Return when all that was submitted is done. Errors are raised by the `wait` of the work, not here."""
+        # In the queue's own thread this would wait for itself.
         if threading.current_thread() is not self._thread:
             for work in self._works:
                 work._ended.wait()  # noqa: SLF001 (our own Work)
@@ -181,7 +183,7 @@ class WorkQueue:
         """End the thread when it has done what was submitted; wait for that at most `wait_s`."""
         if self._thread is not None:
             self._jobs.put(None)
-            if self._thread is not threading.current_thread():
+            if self._thread is not threading.current_thread():  # which cannot wait for its own end
                 self._thread.join(wait_s)
 
     def disown(self, error: BaseException) -> None:
@@ -200,7 +202,7 @@ class WorkQueue:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._do(*job)
-            del job
+            del job  # else this would keep its tensors alive until the next job comes
 
     def _do(self, work: Work[T], body: Callable[[], T]) -> None:
         def attempt() -> T:

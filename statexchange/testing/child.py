@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from statexchange import values
 from statexchange.errors import NotInitializedError
@@ -25,9 +25,11 @@ from statexchange.testing.clean_state import CleanState
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["GO", "KEEP", "describe", "load", "report", "sender", "serve"]
+__all__ = ["GO", "KEEP", "Task", "describe", "load", "report", "sender", "serve"]
 
 Send = Callable[[object], None]
+Task: TypeAlias = dict[str, Any]
+"""What a rank is to do, as JSON: the function and its arguments, its rank and world, its backend and environment."""
 GO, KEEP = b"go", b"keep"  # the launcher's orders, besides tasks
 
 # How `report` reaches the launcher: by the context of a thread rank, else by the process of a process rank.
@@ -68,7 +70,7 @@ class _Launcher:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread of the task may call `report`
         self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.directory: str | None = None
 
@@ -90,7 +92,7 @@ class _Launcher:
             except (EOFError, OSError):
                 if self.directory is not None:
                     shutil.rmtree(self.directory, ignore_errors=True)  # a launcher that was killed has not removed it
-                os._exit(1)
+                os._exit(1)  # this is not the main thread, which may hang
             self._orders.put(order)
 
 
@@ -110,7 +112,7 @@ def serve(connection: Connection) -> None:
         order = _serve_task(values.decode(order), launcher)
 
 
-def _serve_task(task: dict[str, Any], launcher: _Launcher) -> bytes:
+def _serve_task(task: Task, launcher: _Launcher) -> bytes:
     """Do one task, and return the launcher's next order."""
     global _process_sender
     launcher.directory = task["directory"]
@@ -120,7 +122,7 @@ def _serve_task(task: dict[str, Any], launcher: _Launcher) -> bytes:
     try:
         _set_environment(task)
         function = load(task["target"])
-        before = _state_before(task)
+        before = _state_before(task)  # after the import of the function, which stays
         if task["backend"] == "gloo":
             group.enter_context(_gloo(task))
         launcher.send("ready", None)
@@ -136,7 +138,7 @@ def _serve_task(task: dict[str, Any], launcher: _Launcher) -> bytes:
     return order
 
 
-def _state_before(task: dict[str, Any]) -> CleanState | None:
+def _state_before(task: Task) -> CleanState | None:
     """Return the state to restore after the task, if this process may get another."""
     if not task["reuse"]:
         return None
@@ -151,17 +153,17 @@ def _dump_stacks_into(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file)
 
 
-def _set_environment(task: dict[str, Any]) -> None:
+def _set_environment(task: Task) -> None:
     sys.path[:] = task["path"]
-    if task["environ"] is not None:
+    if task["environ"] is not None:  # that of the fork server is of an earlier time
         os.environ.clear()
         os.environ.update(task["environ"])
-    if "torch" in sys.modules:
+    if "torch" in sys.modules:  # each rank would else start as many threads as there are cores
         sys.modules["torch"].set_num_threads(1)
 
 
 @contextlib.contextmanager
-def _gloo(task: dict[str, Any]) -> Iterator[None]:
+def _gloo(task: Task) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
@@ -178,6 +180,7 @@ def _exit_after_failure(launcher: _Launcher, *, wait_for_go: bool) -> NoReturn:
     """Exit with status 1; with `wait_for_go` not before the launcher sends GO."""
     if wait_for_go:
         launcher.order()
+    # At once, without the handlers at exit, see `serve`.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -9,13 +9,13 @@ replaced. Modules stay imported, and their variables keep their values.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
 import signal
 import sys
 import threading
-from typing import Any
 
 __all__ = ["CleanState"]
 
@@ -36,18 +36,20 @@ class CleanState:
     def restore(self) -> str | None:
         """Restore what can be restored; return a description of other differences, or None. Not collective."""
         _close_communicators()
-        gc.collect()
+        gc.collect()  # what the task has left in cycles may hold sockets and memory
         os.environ.clear()
         os.environ.update(self._environ)
         os.chdir(self._directory)
         _seed_torch()
-        functions = _functions()
-        replaced = sorted(name for name, function in self._functions.items() if functions.get(name) != function)
+        # Modules that the task has imported are new here, and no difference.
+        replaced = self._functions.items() - _functions().items()
         if replaced:
-            return f"{', '.join(replaced)} has been replaced"
-        now = _checked_state()
-        changed = [what for what in now if now[what] != self._before[what]]
-        return "; ".join(f"{what}: {now[what]}, before the task {self._before[what]}" for what in changed) or None
+            return f"{', '.join(sorted(dict(replaced)))} has been replaced"
+        changes = []
+        for what, now in _checked_state().items():
+            if now != self._before[what]:
+                changes.append(f"{what}: {now}, before the task {self._before[what]}")
+        return "; ".join(changes) or None
 
 
 def _close_communicators() -> None:
@@ -68,13 +70,15 @@ def _seed_torch() -> None:
 def _functions() -> dict[str, int]:
     """Return the identities of the functions and classes of this package's modules."""
     functions: dict[str, int] = {}
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()):  # a copy: another thread may import
         if getattr(module, "__name__", "").startswith("statexchange."):
-            functions |= {f"{module.__name__}.{name}": id(one) for name, one in vars(module).items() if callable(one)}
+            for name, function in vars(module).items():
+                if callable(function):
+                    functions[f"{module.__name__}.{name}"] = id(function)
     return functions
 
 
-def _checked_state() -> dict[str, Any]:
+def _checked_state() -> dict[str, object]:
     torch = sys.modules.get("torch")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -92,6 +96,7 @@ def _checked_state() -> dict[str, Any]:
 
 
 def _has_children() -> bool:
+    # WNOWAIT leaves a child that has ended to whoever waits for it.
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -106,10 +111,8 @@ def _has_mpi_message() -> bool:
 
 def _open_files() -> int:
     """Return the number of open sockets and pieces of shared memory."""
-    kinds = []
+    count = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            kinds.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:  # the one of listdir itself
-            continue
-    return sum(kind.startswith(("socket:", "/memfd:", "/dev/shm/")) for kind in kinds)  # noqa: S108
+        with contextlib.suppress(FileNotFoundError):  # the one of listdir itself
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "/memfd:", "/dev/shm/"))  # noqa: S108
+    return count

@@ -52,13 +52,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: the ranks marker is for functions, not for methods")
     if not marker.args or marker.kwargs.keys() - {"backend", "timeout_s", "reuse"}:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: use {_MARKER.partition(':')[0]}")
-    backend = marker.kwargs.get("backend", "threads")
-    backends = backend if isinstance(backend, tuple | list) and not isinstance(backend, ParameterSet) else (backend,)
-    cases = [
-        pytest.param((name, size), marks=[*name_marks, *size_marks], id=f"{name}-{size}")
-        for name, name_marks in map(_with_marks, backends)
-        for size, size_marks in map(_with_marks, marker.args)
-    ]
+    backends = marker.kwargs.get("backend", "threads")
+    if isinstance(backends, str | ParameterSet):  # a ParameterSet is a tuple, too
+        backends = (backends,)
+    cases = []
+    for name, name_marks in map(_with_marks, backends):
+        for size, size_marks in map(_with_marks, marker.args):
+            cases.append(pytest.param((name, size), marks=[*name_marks, *size_marks], id=f"{name}-{size}"))
     metafunc.fixturenames.append("ranks_case")
     metafunc.parametrize("ranks_case", cases)
 
@@ -74,6 +74,7 @@ def _ranks_for_several_tests() -> Iterator[None]:
     dismiss_kept()
 
 
+# First, so that neither pytest nor another plugin calls the test in this process.
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a marked test on its ranks instead of in this process."""
@@ -85,8 +86,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     missing = mpi_missing() if backend == "mpi" else None
     if missing is not None:
         pytest.skip(missing)
-    names = [name for name in pyfuncitem._fixtureinfo.argnames if name in pyfuncitem.funcargs]  # noqa: SLF001
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    # Not all fixtures, as `funcargs` also has those that the test uses without naming them.
+    arguments = {}
+    for name in pyfuncitem._fixtureinfo.argnames:  # noqa: SLF001
+        if name in pyfuncitem.funcargs:
+            arguments[name] = pyfuncitem.funcargs[name]
     options = {"timeout_s": marker.kwargs.get("timeout_s", 20.0), "reuse": marker.kwargs.get("reuse", False)}
     test: Callable[..., None] = pyfuncitem.obj
     try:
@@ -101,15 +105,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
     """Return the arguments of `_on_rank`: JSON values, with the names of those that are paths."""
-    paths = [name for name, value in arguments.items() if isinstance(value, Path)]
-    plain = {name: str(value) if name in paths else value for name, value in arguments.items()}
+    plain = dict(arguments)
+    paths = []
+    for name, value in arguments.items():
+        if isinstance(value, Path):
+            plain[name] = str(value)
+            paths.append(name)
     return f"{test.__module__}:{test.__qualname__}", plain, paths
 
 
 def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
     """Call the test in a rank's process, with pytest's assertion rewriting."""
-    _rewriting().mark_rewrite(target.partition(":")[0])
-    child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
+    _rewriting().mark_rewrite(target.partition(":")[0])  # before the import of its module
+    for name in paths:
+        arguments[name] = Path(arguments[name])
+    child.load(target)(**arguments)
 
 
 @functools.cache
@@ -130,8 +140,12 @@ def _forbidden_skips(config: pytest.Config) -> list[str]:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not config.getoption("--no-skips"):
         return []
-    reasons = [(skip.nodeid, skip.longrepr[2].removeprefix("Skipped: ")) for skip in reporter.stats.get("skipped", [])]
-    return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(_ALLOWED_SKIPS)]
+    lines = []
+    for skip in reporter.stats.get("skipped", []):
+        reason = skip.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(_ALLOWED_SKIPS):
+            lines.append(f"{skip.nodeid}: {reason}")
+    return lines
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.settings import check_timeout
@@ -20,6 +20,11 @@ _GRACE_S = 2.0  # for the peers of a failed rank to end by themselves
 _EXIT_S = 30.0  # for a process to end after its work: torch and MPI take long on a busy machine
 
 
+Value: TypeAlias = Any
+"""What a rank's function takes or returns; a JSON value if the rank is a process."""
+OnMessage = Callable[[int, Value], None]
+
+
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     """The end of one rank.
@@ -31,15 +36,19 @@ class RankOutcome:
 
     rank: int
     state: str
-    value: Any = None
+    value: Value = None
     error: str | None = None
     message: str = ""
     traceback: str = ""
     exit_code: int | None = None
 
     def __str__(self) -> str:
-        error = f" {self.error}" if self.error else ""
-        return f"rank {self.rank}: {self.state}{error}" + (f": {self.message}" if self.message else "")
+        text = f"rank {self.rank}: {self.state}"
+        if self.error:
+            text += f" {self.error}"
+        if self.message:
+            text += f": {self.message}"
+        return text
 
 
 class RankOutcomes(tuple[RankOutcome, ...]):
@@ -57,7 +66,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
         return all(outcome.state == "ok" for outcome in self)
 
     @property
-    def values(self) -> dict[int, Any]:
+    def values(self) -> dict[int, Value]:
         """The values that the ranks returned, by rank, without ranks that failed."""
         return {outcome.rank: outcome.value for outcome in self if outcome.state == "ok"}
 
@@ -98,48 +107,46 @@ class RankFailure(StateExchangeError, AssertionError):  # noqa: N818 - it is wha
         self.exit_codes = self.outcomes.exit_codes
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The base's has what all errors have. The dictionaries are made again from the outcomes.
         rebuild, (cls, message, about) = super().__reduce__()
         return rebuild, (cls, message, {**about, "outcomes": tuple(self.outcomes)})
 
 
-OnMessage = Callable[[int, Any], None]
-
-
 @overload
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., Value],
     world_size: int,
     *,
     backend: str = ...,
-    args: tuple[Any, ...] = ...,
+    args: tuple[Value, ...] = ...,
     timeout_s: float = ...,
     on_message: OnMessage | None = ...,
     allow_failure: Literal[False] = ...,
     reuse: bool = ...,
-) -> list[Any]: ...
+) -> list[Value]: ...
 @overload
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., Value],
     world_size: int,
     *,
     backend: str = ...,
-    args: tuple[Any, ...] = ...,
+    args: tuple[Value, ...] = ...,
     timeout_s: float = ...,
     on_message: OnMessage | None = ...,
     allow_failure: Literal[True],
     reuse: bool = ...,
 ) -> RankOutcomes: ...
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., Value],
     world_size: int,
     *,
     backend: str = "threads",
-    args: tuple[Any, ...] = (),
+    args: tuple[Value, ...] = (),
     timeout_s: float = 60.0,
     on_message: OnMessage | None = None,
     allow_failure: bool = False,
     reuse: bool = False,
-) -> list[Any] | RankOutcomes:
+) -> list[Value] | RankOutcomes:
     """Run ``fn(*args)`` on `world_size` ranks and return their results, in rank order.
 
     Not collective; blocks until all ranks have ended, and leaves no process behind unless `reuse` is given.
@@ -198,32 +205,43 @@ def _watch(
     """
     ends: dict[int, RankOutcome] = {}
     ready: set[int] = set()
+    has_failed = False
     limit = f"was not ready within {_START_S:g} s"
     deadline = time.monotonic() + _START_S
     while len(ends) < world_size and (left_s := deadline - time.monotonic()) > 0:
         for rank, kind, payload in world.events(left_s):
-            ready.add(rank)
+            ready.add(rank)  # also one that has ended: the others need not wait for it to begin
             if kind == "ready":
-                if len(ready) == world_size and all(end.state == "ok" for end in ends.values()):
+                # After a failure the grace period runs already.
+                if len(ready) == world_size and not has_failed:
                     limit, deadline = f"did not finish within {timeout_s:g} s", time.monotonic() + timeout_s
             elif kind == "report":
                 if on_message is not None:
                     on_message(rank, payload)
-            elif rank not in ends:
+            elif rank not in ends:  # a process that has sent its outcome also ends its connection
                 ends[rank] = _outcome(rank, kind, payload)
-                grace_s, since = (timeout_s, "") if full_timeout else (_GRACE_S, f" of the failure of rank {rank}")
-                if kind != "ok" and time.monotonic() + grace_s < deadline:
+                if kind == "ok":
+                    continue
+                has_failed = True
+                grace_s, since = timeout_s, ""
+                if not full_timeout:
+                    grace_s, since = _GRACE_S, f" of the failure of rank {rank}"
+                if time.monotonic() + grace_s < deadline:
                     limit, deadline = f"did not finish within {grace_s:g} s{since}", time.monotonic() + grace_s
     running = set(range(world_size)) - ends.keys()
-    if all(end.state == "ok" for end in ends.values()) and not running and world.keep():
-        return RankOutcomes(end for _, end in sorted(ends.items()))
-    ends.update({rank: _running(world, rank, limit) for rank in sorted(running)})
+    if not has_failed and not running and world.keep():
+        return RankOutcomes(map(ends.__getitem__, range(world_size)))
+    for rank in sorted(running):  # the stacks of all first, as the death of one would change those of its peers
+        ends[rank] = _running(world, rank, limit)
     world.kill(running)
     world.release()
-    return RankOutcomes(end if rank in running else _end(world, end) for rank, end in sorted(ends.items()))
+    for rank in range(world_size):
+        if rank not in running:
+            ends[rank] = _end(world, ends[rank])
+    return RankOutcomes(map(ends.__getitem__, range(world_size)))
 
 
-def _outcome(rank: int, kind: str, payload: Any) -> RankOutcome:
+def _outcome(rank: int, kind: str, payload: Value) -> RankOutcome:
     if kind == "raised":
         return RankOutcome(rank, kind, None, *payload)
     return RankOutcome(rank, kind, payload)
@@ -241,7 +259,9 @@ def _end(world: World, end: RankOutcome) -> RankOutcome:
     code = world.exit_code(end.rank)
     if end.state == "raised" or (end.state == "ok" and not code):
         return replace(end, exit_code=code)
-    message = ("returned, then " if end.state == "ok" else "") + _exit_text(code)
+    message = _exit_text(code)
+    if end.state == "ok":
+        message = f"returned, then {message}"
     _, stack = world.stack(end.rank)
     return RankOutcome(end.rank, "exited", message=message, traceback=stack, exit_code=code)
 

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, MissingExtraError, StallError
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCH_METHODS", "World", "dismiss_kept", "mpi_missing", "open_world"]
 
 LAUNCH_METHODS = ("threads", "processes", "gloo", "mpi")  # what `run_ranks` takes as `backend`
-Event = tuple[int, str, Any]  # rank; "ready", "report", "ok", "raised" or "exited"; what it sent
+Value: TypeAlias = Any
+"""What a rank's function takes or returns, or a rank sends."""
+Event = tuple[int, str, Value]  # rank; "ready", "report", "ok", "raised" or "exited"; what it sent
 
 _POLL_S = 0.05
 _STACK_S = 1.0
@@ -93,7 +95,7 @@ class World(ABC):
 
 
 def open_world(
-    backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, *, reuse: bool = False
+    backend: str, fn: Callable[..., Value], args: tuple[Value, ...], world_size: int, *, reuse: bool = False
 ) -> World:
     """Return a world whose ranks call ``fn(*args)`` when it starts; with `reuse` an idle one, if one fits."""
     if backend == "threads":
@@ -101,11 +103,12 @@ def open_world(
     task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
     task |= {"backend": backend, "reuse": reuse}
     kind = _MpiJob if backend == "mpi" else _Processes
-    world = _take_kept(kind, world_size) if reuse else None
-    if world is None:
-        return kind(task)
-    world.take(task)
-    return world
+    if reuse:
+        world = _take_kept(kind, world_size)
+        if world is not None:
+            world.take(task)
+            return world
+    return kind(task)
 
 
 # Worlds whose ranks wait for another task, the oldest first; at most one of each kind and size.
@@ -118,7 +121,7 @@ _MOST_TASKS = 50  # of one world: each may leave some state that CleanState does
 def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
     for world in _kept:
         if type(world) is kind and world.world_size == world_size:
-            _kept.remove(world)
+            _kept.remove(world)  # this loop ends now: a list must not change while it goes on
             if not world.is_alive():
                 _log.warning("ranks that were kept for other tests have died in the meantime")
                 world.dismiss()
@@ -131,7 +134,7 @@ def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
 
 
 def _put_kept(world: _Remote) -> None:
-    _dismiss_at_exit()
+    _dismiss_at_exit()  # for programs without the plugin, which ends them with the session
     _kept.append(world)
     while sum(kept.world_size for kept in _kept) > _MOST_KEPT_RANKS:
         _ended_badly.extend(_kept.pop(0).dismiss())
@@ -152,7 +155,7 @@ def _dismiss_at_exit() -> None:
     atexit.register(dismiss_kept)
 
 
-def _target(fn: Callable[..., Any], backend: str) -> str:
+def _target(fn: Callable[..., object], backend: str) -> str:
     """Return ``module:qualname`` of `fn`; raise if another process cannot import that."""
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if module is None or qualname is None or "<" in qualname:
@@ -169,7 +172,7 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
 class _Threads(World):
     """Ranks that are threads of this process. A thread that hangs cannot be killed; it is reported."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
+    def __init__(self, fn: Callable[..., Value], args: tuple[Value, ...], world_size: int) -> None:
         self._fn = fn
         self._args = args
         self._world_size = world_size
@@ -194,17 +197,17 @@ class _Threads(World):
         # Forming is collective, so that each rank needs a thread; other threads may then use the communicators.
         with ThreadPoolExecutor(self._world_size) as pool:
             self._communicators = list(pool.map(form, range(self._world_size)))
-        self._threads = [
-            threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(self._world_size)
-        ]
-        for thread in self._threads:
+        for rank in range(self._world_size):
+            # A daemon, as nothing ends a thread that hangs: the program must end all the same.
+            thread = threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}", daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def _run(self, rank: int) -> None:
         from statexchange.comm import defaults
 
         communicator = self._communicators[rank]
+        # Through JSON, as from a process: else a test would pass with threads alone.
         child.sender.set(lambda value: self._events.put((rank, "report", values.decode(values.encode(value)))))
         self._events.put((rank, "ready", None))
         try:
@@ -212,6 +215,7 @@ class _Threads(World):
                 value = self._fn(*self._args)
             communicator.close(error=None)
         except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too
+            # Before the others raise because this rank has left: theirs is not the first failure.
             self._events.put((rank, "raised", child.describe(error)))
             communicator.close(error=error)
         else:
@@ -230,6 +234,7 @@ class _Threads(World):
         return where, "".join(traceback.format_stack(frame))
 
     def kill(self, ranks: set[int]) -> None:
+        # A rank that waits for another one raises then; one that computes goes on.
         for rank in ranks:
             self._communicators[rank].close(error=StallError("the launcher ended this rank", rank=rank))
 
@@ -244,7 +249,7 @@ class _Threads(World):
 class _Remote(World):
     """Ranks that are processes, each at the other end of a connection."""
 
-    def __init__(self, task: dict[str, Any]) -> None:
+    def __init__(self, task: child.Task) -> None:
         self.world_size: int = task["world_size"]
         self._tasks = 0
         self._connections: dict[int, Connection] = {}
@@ -252,7 +257,7 @@ class _Remote(World):
         self._pids: dict[int, int] = {}
         self.take(task)
 
-    def take(self, task: dict[str, Any]) -> None:
+    def take(self, task: child.Task) -> None:
         """Set the task that `start` sends to the ranks."""
         self._directory = tempfile.TemporaryDirectory(prefix="statexchange-")
         self._task = {**task, "path": sys.path, "environ": None, "directory": self._directory.name}
@@ -288,8 +293,11 @@ class _Remote(World):
         with contextlib.suppress(ConnectionError):  # it has ended; `_read` then reports "exited"
             self._connections[rank].send_bytes(message)
 
-    def _read(self, connections: Iterable[Connection]) -> Iterator[Event]:
-        for connection in connections:
+    def _read(self, ready: Iterable[object]) -> Iterator[Event]:
+        """Yield an event for each connection in `ready`: its next message, or its end."""
+        for connection in ready:
+            if not isinstance(connection, Connection):  # the listener
+                continue
             rank = self._open[connection]
             try:
                 kind, payload = values.decode(connection.recv_bytes())
@@ -305,9 +313,11 @@ class _Remote(World):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
             _wait_for_text(file)
-        threads = file.read_text().split("\n\n") if file.exists() else []
-        # without the thread that reads the launcher's orders
-        threads = [thread for thread in threads if " in watch\n" not in thread]
+        text = ""
+        with contextlib.suppress(FileNotFoundError):  # it has not come so far
+            text = file.read_text()
+        # Without the thread that reads the launcher's orders
+        threads = [thread for thread in text.split("\n\n") if " in watch\n" not in thread]
         return _innermost(threads), "\n\n".join(threads)
 
     def release(self) -> None:
@@ -347,14 +357,14 @@ class _Remote(World):
         """End ranks that have been kept; return a line for each that ends with an error."""
         self.is_kept = False
         self.release()
-        ended = [self.ended(rank, _CLEAN_S) for rank in range(self.world_size)]
-        codes = [self.exit_code(rank) for rank in range(self.world_size)]
+        errors = []
+        for rank in range(self.world_size):
+            if not self.ended(rank, _CLEAN_S):
+                errors.append(f"rank {rank}: did not exit")
+            elif self.exit_code(rank):
+                errors.append(f"rank {rank} of {self.world_size}: exit code {self.exit_code(rank)}")
         self.close()
-        return [
-            f"rank {rank} of {self.world_size}: exit code {code}" if end else f"rank {rank}: did not exit"
-            for rank, (end, code) in enumerate(zip(ended, codes, strict=True))
-            if code or not end
-        ]
+        return errors
 
     def _disconnect(self) -> None:
         for connection in self._connections.values():
@@ -372,7 +382,9 @@ class _Remote(World):
 def _innermost(threads: list[str]) -> str:
     """Return the innermost frame of the main thread, which faulthandler writes last."""
     frame = re.search(r'File "(.*)", line (\d+) in (.*)', threads[-1] if threads else "")
-    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "an unknown place"
+    if frame is None:
+        return "an unknown place"
+    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})"
 
 
 def _wait_for_text(file: Path) -> None:
@@ -387,27 +399,28 @@ def _wait_for_text(file: Path) -> None:
 class _Processes(_Remote):
     """Children of multiprocessing's fork server, which is started once and has torch imported."""
 
-    def __init__(self, task: dict[str, Any]) -> None:
+    def __init__(self, task: child.Task) -> None:
         super().__init__(task)
         self._processes: list[ForkServerProcess] = []
 
     def _launch(self) -> None:
         context = _fork_server()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=child.serve, args=(theirs,), name=f"rank {rank}")
+            connection, end_of_rank = context.Pipe()
+            process = context.Process(target=child.serve, args=(end_of_rank,), name=f"rank {rank}")
             process.start()
-            theirs.close()
+            end_of_rank.close()  # else the launcher would not see that the process has ended
             self._processes.append(process)
-            self._take_connection(rank, process.pid or 0, ours)
+            self._take_connection(rank, process.pid or 0, connection)
 
     def _environ(self, rank: int) -> dict[str, str]:
         size = self.world_size
         launch = dict(zip(_LAUNCH_VARIABLES, map(str, (rank, size, rank, size)), strict=True))
+        # Gloo takes the address of the host's name otherwise, which may lead nowhere.
         return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **launch}
 
     def events(self, wait_s: float) -> Iterator[Event]:
-        yield from self._read(c for c in wait(list(self._open), wait_s) if isinstance(c, Connection))
+        yield from self._read(wait(list(self._open), wait_s))
 
     def kill(self, ranks: set[int]) -> None:
         for rank in ranks:
@@ -430,10 +443,13 @@ class _Processes(_Remote):
 
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    preload = [name for name in sys.modules if name.split(".")[0] == "statexchange"]
-    preload += [name for name in ("hypothesis", "pytest", "accelerate", "peft") if name in sys.modules]
-    # Ranks import the module of their function, and with it the models for whose sake it was imported here.
-    preload += [name for name in sys.modules if name.startswith("transformers.") and ".modeling_" in name]
+    # What is imported there once, no rank imports: a fork has it.
+    preload = []
+    for name in sys.modules:
+        # Ranks import the module of their function, and with it the models for whose sake it was imported here.
+        is_model = name.startswith("transformers.") and ".modeling_" in name
+        if is_model or name.startswith("statexchange") or name in ("hypothesis", "pytest", "accelerate", "peft"):
+            preload.append(name)
     if importlib.util.find_spec("torch") is not None:
         preload += ["torch", "torch.distributed.fsdp"]
         preload += ["torch._dynamo"]  # each rank with an optimizer would import it
@@ -462,7 +478,7 @@ class _MpiJob(_Remote):
 
     _ok: set[int]
 
-    def __init__(self, task: dict[str, Any]) -> None:
+    def __init__(self, task: child.Task) -> None:
         self._launched_in = _launch_environment()
         super().__init__(task)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -484,10 +500,14 @@ class _MpiJob(_Remote):
         ready = wait([self._listener, *self._open], min(wait_s, _POLL_S))
         if self._listener in ready:
             self._admit()
-        events = list(self._read(c for c in ready if isinstance(c, Connection)))
+        events = list(self._read(ready))
+        # Ranks that have never connected have no connection whose end would be seen.
         if not ready and self.ended(0, 0):
-            events += [(rank, "exited", None) for rank in range(self.world_size) if rank not in self._connections]
-        self._ok.update(rank for rank, kind, _ in events if kind == "ok")
+            for rank in set(range(self.world_size)) - self._connections.keys():
+                events.append((rank, "exited", None))
+        for rank, kind, _ in events:
+            if kind == "ok":
+                self._ok.add(rank)
         yield from events
 
     def _admit(self) -> None:
@@ -509,10 +529,10 @@ class _MpiJob(_Remote):
 
     def exit_code(self, rank: int) -> int | None:
         if self._job is None or (rank in self._ok and len(self._ok) < self.world_size):
-            return None  # the job's exit code is that of ranks that failed
+            return None  # the job's exit code is that of the ranks that failed
         return self._job.returncode
 
-    def take(self, task: dict[str, Any]) -> None:
+    def take(self, task: child.Task) -> None:
         super().take(task)
         self._ok = set()
 
@@ -532,10 +552,15 @@ class _MpiJob(_Remote):
 
 def _launch_environment() -> tuple[str, dict[str, str]]:
     """Return the working directory and environment that a job launched now inherits."""
-    return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
+    environ = _mpi_environ()
+    environ.pop("PYTEST_CURRENT_TEST", None)  # another one for each test
+    return os.getcwd(), environ
 
 
 def _mpi_environ() -> dict[str, str]:
-    environ = {key: value for key, value in os.environ.items() if key not in _LAUNCH_VARIABLES}
+    environ = dict(os.environ)
+    for name in _LAUNCH_VARIABLES:  # those of a launcher of this process would be taken for mpiexec's
+        environ.pop(name, None)
+    # mpiexec starts a new Python, which must find this package even if it is not installed.
     paths = (str(Path(child.__file__).parents[2]), environ.get("PYTHONPATH"))
     return {**_OPEN_MPI, **environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

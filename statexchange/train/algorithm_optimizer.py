@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.comparison import compare
-from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.optimizer import DistributedOptimizer, Loss
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
 
@@ -88,10 +88,10 @@ class AlgorithmOptimizer(DistributedOptimizer):
         if self._no_sync_depth or self.algorithm.is_due(self._steps):
             super().finalize()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Synchronise, then let the inner optimizer step. Collective."""
         if self.algorithm.bucket_type == "weight":
-            self.finalize()
+            self.finalize()  # before the first call of a closure, see Decentralized
             result = self.inner.step(closure)
             self._steps += 1
             self._is_averaged = False
@@ -128,7 +128,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
     def switch_to(self, algorithm: Algorithm) -> None:
         """Discard gradients and synchronise by `algorithm` from now on. Collective."""
-        self.zero_grad()
+        self.zero_grad()  # their buckets go
         run = Run(algorithm.over(self._whole_comm))
         self.reducer.reset(comm=run.comm, bucket_type=algorithm.bucket_type, communicate=algorithm.collective(run))
         run.reducer = self.reducer

@@ -145,6 +145,7 @@ class ScatterGatherAllReduce(Algorithm):
 
 def _scatter_gather(run: Run, flat: torch.Tensor) -> None:
     """Replace `flat` by its average over ranks. Collective."""
+    # A bucket is a multiple of the number of ranks, padding included, so it can be cut into equal parts.
     if run.comm.world_size == 1 or not flat.numel():
         return
     part = run.comm.reduce_scatter(flat, "avg")
@@ -191,7 +192,8 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     numel = parts * sum(n for _, n in spans)
     if run.comm.world_size == 1 or not numel:
         return
-    real = (torch.view_as_real(flat).view(-1) if parts == 2 else flat)[:numel]
+    real = torch.view_as_real(flat).view(-1) if parts == 2 else flat
+    real = real[:numel]
     mean = real.to(torch.float32, copy=True)
     low, high = mean.aminmax()
     if not (low >= -_LARGEST and high <= _LARGEST):
@@ -200,6 +202,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     residuals: list[torch.Tensor] = []
 
     def between(leaders: Leaders, mean: torch.Tensor) -> None:
+        # On leaders only, as only they quantise: what they lost of the sum in the step before.
         if error_feedback and flat in run.residuals:
             mean += run.residuals[flat]
         residuals.append(_exchange_quantized(leaders, mean))
@@ -237,7 +240,10 @@ def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `values` in `count` rows of one length, padded with the last value, which widens no row's range."""
+    """Return `values` in `count` rows of one length, padded with the last value, which widens no row's range.
+
+    ``[1, 2, 3]`` in two rows are ``[[1, 2], [3, 3]]``.
+    """
     rest = -values.numel() % count
     return torch.cat([values, values[-1:].expand(rest)]).view(count, -1)
 
@@ -245,13 +251,15 @@ def _chunks(values: torch.Tensor, count: int) -> torch.Tensor:
 def quantize(chunks: torch.Tensor) -> torch.Tensor:
     """Encode rows of float32 values as bytes: least value and step, then one level a value. Not collective.
 
-    `dequantize` returns NaN for a row whose range float32 cannot hold.
+    `dequantize` returns NaN for a row whose range float32 cannot hold. Of ``[0, 51, 255]`` the least value is 0, the
+    step 1, and the levels are 0, 51 and 255; of ``[-1, 1]`` they are -1, 2/255, 0 and 255.
     """
     ranges = torch.stack([torch.stack(row.aminmax()) for row in chunks])  # aminmax is vectorised over a row, not a dim
     low, high = ranges[:, :1], ranges[:, 1:]
     usable = (low >= -_LARGEST) & (high <= _LARGEST)
     low = torch.where(usable, low, torch.nan)
     step = (high - low) / _LEVELS
+    # A step of 0, of a row of equal values, would make 0 / 0.
     levels = (chunks - low).div_(torch.where(step > 0, step, 1)).round_().clamp_(0, _LEVELS)
     head = torch.cat([low, step], 1).view(torch.uint8)
     return torch.cat([head, levels.to(torch.uint8)], 1)
@@ -360,9 +368,10 @@ class Decentralized(Algorithm):
         """Turn `total`, the sum over this leader's ranks, into the mean over its and its peers' ranks. Collective."""
         count = len(leaders.counts)
         peers = self.peers_of(leaders.rank, count, communication)
+        # An empty tensor for those that are no peers. Being a peer is mutual, so two leaders send equal sizes.
         totals = leaders.all_to_all([total if peer in peers else total[:0] for peer in range(count)])
         totals[leaders.rank] = total
-        group = sorted([leaders.rank, *peers])
+        group = sorted([leaders.rank, *peers])  # so that two peers add up in the same order, and get equal bits
         ranks = sum(leaders.counts[member] for member in group)
         total.copy_(sum(totals[member] for member in group) / ranks)  # type: ignore[arg-type]
 

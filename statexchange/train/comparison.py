@@ -29,6 +29,7 @@ def compare(comm: Communicator, options: str, entries: Iterable[Entry] = ()) -> 
         MismatchError: they are not equal on all ranks. It names the lowest rank that differs from rank 0, and shows
             both sides at the first path where it does.
     """
+    # Last, so that a difference in parameters, which explains more, is shown first.
     entries = [*entries, Entry("(options)", options)]
     digest = hashlib.blake2b("\n".join(map("\t".join, entries)).encode(), digest_size=16).digest()
     digests = comm.all_gather_bytes(digest, operation="comparing what ranks have")

@@ -8,7 +8,7 @@ copy that was made before a load has the old state, and refuses to go on.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -21,6 +21,8 @@ from statexchange.errors import InvalidArgumentError, type_text
 __all__ = ["DistributedDataContainer", "part_of"]
 
 Uneven = Literal["short", "pad", "drop", "balanced"]
+Sample: TypeAlias = Any
+"""A sample, or a part of one: whatever the caller's data has."""
 
 
 class Samples(Protocol):
@@ -28,7 +30,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, sample: int, /) -> Any: ...  # noqa: ANN401 (a sample of the caller's)
+    def __getitem__(self, sample: int, /) -> Sample: ...
 
 
 # What a DistributedDataContainer takes: samples, or fields of samples, which may be nested.
@@ -52,6 +54,8 @@ def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "shor
             * "drop" gives each rank floor(n / w), and leaves out the last n mod w samples;
             * "balanced" gives floor(n / w), and one more to the first n mod w ranks.
 
+            Of 10 samples 4 ranks get 3, 3, 3, 1; 3, 3, 3, 3; 2, 2, 2, 2; or 3, 3, 2, 2.
+
     Returns:
         The number of the first sample, and the number of samples.
     """
@@ -65,7 +69,7 @@ def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "shor
     return rank * size, size
 
 
-class DistributedDataContainer(Dataset[Any]):
+class DistributedDataContainer(Dataset[Sample]):
     """This rank's part of a map-style dataset, for indexing or for a DataLoader with workers.
 
     Not collective, unless `comm` is a ProcessGroup or MPI communicator that is given for the first time. A part without
@@ -126,6 +130,7 @@ class DistributedDataContainer(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        # A plain pickle or copy has made private memory of it. What torch sends to a worker is shared already.
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -136,15 +141,16 @@ class DistributedDataContainer(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._part) - self._skipped
 
-    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 (a sample of the caller's)
+    def __getitem__(self, index: int) -> Sample:
         return _item(self.data, self._sample(index))
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """Return the samples of a batch, by the dataset's own `__getitems__` if it has one."""
         samples = [self._sample(index) for index in indices]
-        fetch = getattr(self.data, "__getitems__", None)
-        found: Sequence[Any] = fetch(samples) if fetch else [_item(self.data, sample) for sample in samples]
-        return found
+        fetch: Callable[[list[int]], Sequence[Sample]] | None = getattr(self.data, "__getitems__", None)
+        if fetch is not None:
+            return fetch(samples)
+        return [_item(self.data, sample) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch at its first sample, unless it is the present one. Not collective, but all ranks must call."""
@@ -217,6 +223,7 @@ class DistributedDataContainer(Dataset[Any]):
         order: range | torch.Tensor = range(self.num_samples)
         if self.shuffle:
             order = _shuffled(self.num_samples, self.seed, epoch)
+        # Each earlier run has left something of what the run before it had left.
         for world_size, count in history:
             every = torch.arange(self.num_samples) if isinstance(order, range) else order
             order = _remaining(every, world_size, count, self.uneven)
@@ -247,32 +254,39 @@ def _rank_and_world_size(comm: CommLike | None) -> tuple[int, int]:
 def _checked_consumption(raw: Any) -> list[tuple[int, int]]:  # noqa: ANN401 (what a state has there)
     """Return (number of ranks, samples that each consumed) of each run of an epoch; the last run saved the state."""
     try:
-        found = [(int(ranks), int(count)) for ranks, count in raw]
+        runs = [(int(ranks), int(count)) for ranks, count in raw]
     except (TypeError, ValueError):
-        found = []
-    if not found or any(ranks < 1 or count < 0 for ranks, count in found):
+        runs = []
+    if not runs or any(ranks < 1 or count < 0 for ranks, count in runs):
         raise InvalidArgumentError(f"a state's consumed must be pairs of ranks and samples, not {raw!r}")
-    return found
+    return runs
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a random order that depends on the arguments alone: it is the same on all ranks."""
+    # A hash, so that seed 1 of epoch 2 is not seed 2 of epoch 1; 7 bytes, as a seed has 64 bits with a sign.
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
 
 def _cut(order: range | torch.Tensor, begin: int, size: int) -> range | torch.Tensor:
-    """Return `size` samples of `order` from `begin` on, beginning again with the first after the last."""
+    """Return `size` samples of `order` from `begin` on, beginning again with the first after the last.
+
+    Two samples of ``[5, 6, 7]`` from 2 on are ``[7, 5]``.
+    """
     if isinstance(order, range):
         return range(begin, begin + size)  # `_sample` takes its numbers modulo the number of samples
     return order[torch.arange(begin, begin + size) % max(len(order), 1)]
 
 
 def _remaining(order: torch.Tensor, world_size: int, consumed: int, uneven: Uneven) -> torch.Tensor:
-    """Return what is left of `order` when each of `world_size` ranks has consumed `consumed` samples of its part."""
+    """Return what is left of `order` when each of `world_size` ranks has consumed `consumed` samples of its part.
+
+    Of 0 to 5 on two ranks, which have consumed one each, these are 1, 2, 4, 5.
+    """
     parts = [part_of(len(order), world_size, rank, uneven) for rank in range(world_size)]
     left = [order[begin + min(consumed, size) : begin + size] for begin, size in parts]
-    return torch.cat([*left, order[sum(parts[-1]) :]])
+    return torch.cat([*left, order[sum(parts[-1]) :]])  # at the end what "drop" has left out
 
 
 def _num_samples(data: Data) -> int:
@@ -301,11 +315,11 @@ def _lengths(data: Data, path: str) -> Iterator[tuple[str, int]]:
         raise InvalidArgumentError(f"{path} is {type_text(data)} and has no length") from error
 
 
-def _item(data: Data, sample: int) -> Any:  # noqa: ANN401 (a sample of the caller's)
+def _item(data: Data, sample: int) -> Sample:
     """Return one sample of all fields."""
     if isinstance(data, Mapping):
         return {key: _item(field, sample) for key, field in data.items()}
     if isinstance(data, tuple):
-        items = (_item(field, sample) for field in data)
+        items = [_item(field, sample) for field in data]
         return data._make(items) if hasattr(data, "_make") else tuple(items)
     return data[sample]

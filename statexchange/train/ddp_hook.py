@@ -60,7 +60,7 @@ def as_comm_hook(comm: CommLike | None = None) -> Hook:
             try:
                 work.wait()
             finally:
-                future.set_result(flat)
+                future.set_result(flat)  # also after an error: see the top of this file
 
         _raise_after_backward(waiting.submit(complete))
         return future

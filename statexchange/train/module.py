@@ -59,7 +59,7 @@ class DistributedModule(nn.Module):
         with public_call("DistributedModule"):
             self._comm = as_communicator(comm)
         self.module = module
-        self.training = module.training
+        self.training = module.training  # nn.Module begins in train mode
         self.tuning_history: list[Trial] = []
         """The time of a step with each setting that was tried, one entry for each run of the tuner."""
         self._optimizers: list[AlgorithmOptimizer] = []
@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
         if self.module.training:
             self._count_forward()
         else:
-            self._last_forward_s = None
+            self._last_forward_s = None  # the time of an evaluation is no step's
         return self.module(*args, **kwargs)
 
     def _count_forward(self) -> None:
@@ -118,7 +118,7 @@ class DistributedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # before it is set, as in a copy that is being made, this would recurse
                 raise
             return getattr(self.module, name)
 
@@ -160,8 +160,9 @@ class DistributedModule(nn.Module):
                 if optimizer.algorithm.bucket_type == "weight":
                     optimizer.average_state()
                 optimizer.switch_to(chosen)
+        # What was measured is the other algorithm's.
         self._tuner = optimizers[0].new_tuner()
-        self._step_times.clear()  # they are the other algorithm's
+        self._step_times.clear()
         return self
 
     def train_with(
@@ -228,6 +229,7 @@ class DistributedModule(nn.Module):
         num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
         self.tuning_history.append(Trial(present.bucket_bytes, num_buckets, max(medians), present.hierarchical))
         assert self._tuner is not None
+        # The other ranks give what they use, which is not read: rank 0 alone decides.
         proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
         chosen = from_root(self._comm, proposed, Setting, "the tuner's setting")
         if chosen == present:
@@ -327,6 +329,7 @@ def data_parallel(
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
+        # Before anything is sent: ranks with different algorithms would wait for each other in different calls.
         compare(communicator, f"algorithm={chosen}")
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,7 +27,10 @@ from statexchange.train.synchronize import synchronize
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "Loss"]
+
+Loss: TypeAlias = Any
+"""What a closure returns: most often a tensor or a number, or None."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -109,6 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings["overlap"] = False
         self.reducer = BucketReducer(named, self._comm, **settings)
         """The reducer that averages the gradients."""
+        # Else ranks that differ in it would wait for each other in different calls.
         compare(self._comm, f"init_sync={init_sync}")
         if init_sync:
             with public_call("DistributedOptimizer"):
@@ -119,11 +123,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.watch(self._backward_ended)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
-        if name == "_optimizer":
+        if name == "_optimizer":  # before it is set, as in a copy that is being made, this would recurse
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
-    def _check(self, settings: Mapping[str, Any]) -> None:
+    def _check(self, settings: Mapping[str, object]) -> None:
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             raise InvalidArgumentError(f"expected a torch optimizer, not {type(self._optimizer).__name__}")
         if self._weight is not None and not callable(self._weight):
@@ -195,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.raise_if_closed()
         if self._no_sync_depth:
             raise InvalidArgumentError("gradients are not averaged inside no_sync(): leave the block first")
+        # As after a backward, at whose end they are averaged, so that `step` has nothing left to do.
         if self._is_averaged:
             return
         weight = None if self._weight is None else self._weight()
@@ -202,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_active(active)
         self._is_averaged = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Average gradients, if they are not averages yet, and let the inner optimizer step.
 
         Collective.
@@ -229,14 +234,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_averaged = False
         return result
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401 (the closure's loss)
+    def _evaluate(self, closure: Callable[[], Loss]) -> Loss:
         """Call the closure, average the gradients, and return the averaged loss. Collective."""
         self._is_averaged = False
         loss = closure()
         self.finalize()
         if loss is None:
             return None
-        mean = torch.as_tensor(loss).detach().clone()
+        mean = torch.as_tensor(loss).detach().clone()  # the caller's loss stays as it is
         self._comm.all_reduce(mean, "avg")
         return mean if isinstance(loss, torch.Tensor) else mean.item()
 
@@ -264,7 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         yield
         while active := self.reducer.reduce(done=True):
             self._note_active(active)
-        self.zero_grad()
+        self.zero_grad()  # the averages of the last step, which this rank has not taken
         if self._catch_up_root is not None:
             module = self._named() if self._module is None else self._module
             synchronize([module, self._optimizer], root=self._catch_up_root, comm=self._comm)

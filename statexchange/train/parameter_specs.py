@@ -69,6 +69,7 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
             raise InvalidArgumentError(f"expected parameters, not {type(parameter).__name__}", name=name)
         if name in named:
             raise InvalidArgumentError("two parameters have one name", name=name)
+        # Integers, as those of quantised modules, get no gradient.
         if id(parameter) not in seen and (parameter.is_floating_point() or parameter.is_complex()):
             named[name] = parameter
             seen.add(id(parameter))

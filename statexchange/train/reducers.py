@@ -178,7 +178,7 @@ class CoalescingReducer(Reducer):
         self._cached_bytes = 0
         self._works: list[Work[list[torch.Tensor]]] = []
         self._unfinished = _UnfinishedWarning(call_site())
-        weakref.finalize(self, self._unfinished.warn)
+        weakref.finalize(self, self._unfinished.warn)  # also at exit
 
     def add(self, tensor: torch.Tensor) -> None:
         """Reduce `tensor` in place before the next `finalize` returns.
@@ -192,6 +192,7 @@ class CoalescingReducer(Reducer):
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidArgumentError(f"expected a tensor, not {type(tensor).__name__}")
         self._unfinished.num_added += 1
+        # By the sizes alone, which all ranks have alike: so all send the same tensors together.
         if self._cached_bytes + tensor.nbytes > self._cache_bytes:
             self._flush()
         if tensor.nbytes > self._cache_bytes:

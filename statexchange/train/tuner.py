@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Setting", "Trial", "Tuner"]
 
-_LEAST_POWER, _MOST_POWER = 10, 31  # of two
+_LEAST_POWER, _MOST_POWER = 10, 31  # of two: buckets of 1 KiB to 2 GiB
 
 
 @dataclass(frozen=True, slots=True)

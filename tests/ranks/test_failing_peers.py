@@ -18,6 +18,7 @@ from starting import KINDS, LAUNCHED_AS, launched_backend, start, wait
 from sweeps import slow
 
 import statexchange as sx
+from statexchange.comm import bootstrap
 from statexchange.comm.backends import gloo
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.reduction import Finish
@@ -277,3 +278,51 @@ def test_a_rank_whose_memory_is_gone_is_named() -> None:
     name, rank, text = outcomes.values[0]
     assert (name, rank) == ("PeerError", 1), outcomes
     assert "died" in text
+
+
+def calls_late_and_moves_data_late(where: str) -> float:
+    """Rank 1 comes late, and its data then take long: each is shorter than the limit, but not both together."""
+    if where == "several hosts":
+        bootstrap.open_control_page = lambda *_: None
+    comm = sx.init("gloo", timeout_s=1.5)
+    comm.barrier()
+    if comm.rank == 1:
+        all_reduce = gloo.GlooBackend.all_reduce
+
+        def slow_all_reduce(*arguments: Any) -> None:
+            time.sleep(1.0)
+            all_reduce(*arguments)
+
+        gloo.GlooBackend.all_reduce = slow_all_reduce  # type: ignore[method-assign]
+        time.sleep(1.0)
+    return float(comm.all_reduce(torch.ones(100_000))[0])
+
+
+@pytest.mark.parametrize("where", ["one host", "several hosts"])
+def test_a_late_rank_leaves_its_data_the_whole_limit(where: str) -> None:
+    assert run_ranks(calls_late_and_moves_data_late, 2, backend="gloo", args=(where,), timeout_s=60) == [2.0, 2.0]
+
+
+def is_stopped_inside_a_call(where: str) -> list[Any]:
+    """Rank 1 has called, and is stopped before it sends its data."""
+    if where == "several hosts":
+        bootstrap.open_control_page = lambda *_: None
+    comm = sx.init("gloo", timeout_s=3)
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        gloo.GlooBackend.all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+    with pytest.raises(sx.StateExchangeError) as caught:
+        comm.all_reduce(torch.ones(100_000))
+        comm.barrier()
+    if comm.rank == 1:
+        return []
+    os.kill(pids[1], signal.SIGCONT)
+    return [type(caught.value).__name__, getattr(caught.value, "missing", None), str(caught.value)]
+
+
+@pytest.mark.parametrize("where", ["one host", "several hosts"])
+def test_a_rank_that_is_stopped_inside_a_call_is_not_said_to_be_absent(where: str) -> None:
+    name, missing, text = run_ranks(is_stopped_inside_a_call, 2, backend="gloo", args=(where,), timeout_s=60)[0]
+    assert (name, missing) == ("StallError", (1,)), text
+    assert "reach" not in text
+    assert "ranks [1] do not respond" in text

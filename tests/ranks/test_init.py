@@ -1051,3 +1051,8 @@ def test_threads_may_get_their_worlds_of_one_and_shut_down_at_once() -> None:
                 ended.result()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_rendezvous_with_half_an_address_is_refused() -> None:
+    with pytest.raises(sx.errors.InvalidArgumentError, match="rendezvous must be"):
+        sx.init(rendezvous="tcp://[::1", rank=0, world_size=2)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
 
-_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
+# Bytes of a message that goes in one step, and how much of it is payload. Most of this package's messages are shorter.
+_RECORD, _INLINE = 256, 248
 
 
 class Leaders:
@@ -51,7 +52,7 @@ class Leaders:
         import torch
 
         data = torch.cat(list(tensors))
-        into = torch.empty_like(data)
+        into = torch.empty_like(data)  # as large, since two leaders send each other equal sizes
         sizes = [tensor.nbytes for tensor in tensors]
         self._backend.all_to_all(data.view(torch.uint8), sizes, into.view(torch.uint8), sizes, self._wait)
         return list(torch.split(into, [tensor.numel() for tensor in tensors]))
@@ -109,7 +110,7 @@ class Backend(ABC):
         """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
         return self
 
-    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+    def as_caller(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that gives another thread the state of this one: torch's inference mode. Not collective."""
         import torch
 
@@ -147,7 +148,7 @@ class Backend(ABC):
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
-        result = tensor if self.rank == root else tensor.clone()
+        result = tensor if self.rank == root else tensor.clone()  # the tensors of the others stay as they are
         self.all_reduce(result, op, finish, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
@@ -167,7 +168,10 @@ class Backend(ABC):
         """Copy the `data` of `root` to all ranks. Collective."""
         from statexchange.comm.backends import reduction
 
-        parts = self.all_gather_bytes(reduction.to_bytes(data) if self.rank == root else b"", wait)
+        sent = b""
+        if self.rank == root:
+            sent = reduction.to_bytes(data)
+        parts = self.all_gather_bytes(sent, wait)
         if self.rank != root:
             data.copy_(reduction.from_bytes(parts[root], data.dtype))
 
@@ -185,6 +189,7 @@ class Backend(ABC):
         """Send part i of `data` (of `sizes[i]`) to rank i; receive part i of `into` from rank i. Collective."""
         from statexchange.comm.backends import reduction
 
+        # Every rank gets all parts of all ranks, and their sizes, by which it skips those of others.
         header = b"".join(size.to_bytes(8, "little") for size in sizes)
         answers = self.all_gather_bytes(header + reduction.to_bytes(data), wait)
         into_begin = 0
@@ -212,7 +217,8 @@ def gather_in_two_steps(
 ) -> list[bytes]:
     """Return every rank's payload: short ones by one call of `gather`, the rest of long ones by a second. Collective.
 
-    `gather` returns every rank's bytes, whose sizes it is given; it may pad them.
+    `gather` returns every rank's bytes, whose sizes it is given; it may pad them. The payloads ``b"ab"`` and ``b""`` go
+    as one record of 256 bytes each: 8 bytes with the length 2 or 0, the payload, and zeros.
     """
     if world_size == 1:
         return [payload]

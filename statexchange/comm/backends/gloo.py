@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,12 @@ from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import StallError
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Work as NativeWork
+
+    AnyWork: TypeAlias = NativeWork | Work[object]
+
 __all__ = ["GlooBackend"]
 
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
@@ -55,7 +61,7 @@ _BLOCK_BYTES = 8 << 20
 _NEVER_SENT_TAG = 3  # messages have tags 0 to 2
 _WIDE = (torch.float32, torch.float64)
 _waiting_threads: dict[threading.Thread, GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
-_ended_groups: list[tuple[int, Any, list[Any]]] = []  # process, group, works under way: see `_free_ended_groups`
+_ended_groups: list[tuple[int, object, list[Any]]] = []  # process, group, works under way: see `_free_ended_groups`
 
 
 class GlooBackend(Backend):
@@ -68,7 +74,7 @@ class GlooBackend(Backend):
 
     name = "gloo"
 
-    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, bootstrap: Backend) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float, bootstrap: Backend) -> None:
         """Make the group; errors name rank i as `names[i]`. Collective.
 
         `store` must not have been used for this before. `bootstrap`, of the same ranks, makes groups of some of them,
@@ -89,16 +95,15 @@ class GlooBackend(Backend):
         self._is_broken_off = True
         self._break_off_lock = threading.RLock()  # another thread of the parent may hold the old one
 
-    def _complete(self, wait: Wait, *posts: Callable[[], Any]) -> None:
+    def _complete(self, wait: Wait, *posts: Callable[[], AnyWork]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
-        works: list[Any] = []
+        works: list[AnyWork] = []
         try:
             with torch_errors(wait):
                 for post in posts:
                     works.append(post())
-                for work in works:
-                    wait.until(work.is_completed)
-                    work.wait()  # completed: this only raises what went wrong
+                # One deadline for all works, not one for each: Gloo's own timeouts have begun for all of them.
+                wait.until(functools.partial(_are_completed, list(works)))
         except BaseException as error:
             _ended_groups.append((os.getpid(), self._group, works))
             if isinstance(error, AbandonedError):
@@ -131,7 +136,7 @@ class GlooBackend(Backend):
         """
         with self._break_off_lock:
             if not self._is_broken_off:
-                self._is_broken_off = True
+                self._is_broken_off = True  # first, for a signal handler that comes in between
                 self._close_connections()
 
     def _close_connections(self) -> None:
@@ -153,6 +158,7 @@ class GlooBackend(Backend):
     def _gathered(self, part: bytes, size: int, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, padded with zeros to `size`."""
         data = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
+        # Here and elsewhere `device` is given, as a user may have set another default device.
         into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
         return [row.tobytes() for row in into.view(self.world_size, size).numpy()]
@@ -175,6 +181,7 @@ class GlooBackend(Backend):
             return
         sizes = [data.numel()] * self.world_size
         if into.nbytes <= _SMALL_BYTES:
+            # The data is repeated for each rank, which costs less than a second step while it is small.
             self.all_to_all(data.repeat(self.world_size), sizes, into, sizes, wait)
             return
         rows = into.view(self.world_size, -1)
@@ -199,10 +206,10 @@ class GlooBackend(Backend):
         if data.numel():
             self._transfer(lambda: self._group.recv([data], src, tag), wait)
 
-    def _transfer(self, post: Callable[[], Any], wait: Wait) -> None:
+    def _transfer(self, post: Callable[[], NativeWork], wait: Wait) -> None:
         try:
             self._complete(wait, lambda: self._wait_in_thread(post(), wait))
-        except StallError:
+        except StallError:  # no timeout of Gloo's ends the thread before tomorrow
             self._break_off()
             raise
 
@@ -250,6 +257,7 @@ class GlooBackend(Backend):
                 self._all_reduce_in_parts(block, op, finish, wait)
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """Reduce one part on each rank, and exchange the results: two steps for any number of ranks."""
         share, more = divmod(tensor.numel(), self.world_size)
         sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
@@ -274,11 +282,19 @@ class GlooBackend(Backend):
         """Get this rank's part from all ranks, and reduce it. Collective."""
         if not tensor.numel():
             return
+        # In blocks of columns, so that the copies of each are small whatever the size of the tensor.
         rows = tensor.view(self.world_size, -1)
         width = max(_BLOCK_BYTES // (tensor.itemsize * self.world_size), 1)
         for block, part in zip(torch.split(rows, width, 1), torch.split(into, width), strict=True):
             sizes = [part.numel()] * self.world_size
             part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
+
+
+def _are_completed(works: list[AnyWork]) -> bool:
+    """Whether all works are completed. Those that are leave the list, and raise what went wrong."""
+    while works and works[0].is_completed():
+        works.pop(0).wait()
+    return not works
 
 
 def _free_ended_groups() -> None:

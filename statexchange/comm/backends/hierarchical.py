@@ -67,11 +67,12 @@ class _Steps(OuterMonitor):
             rank = ranks[error.rank]
             raise PeerError(rank, error.phase, error.cause, self._backend.topology.hosts[rank]) from error
         except StallError as error:
-            if error is self._raised:
+            if error is self._raised:  # another rank has given up, and reported which ranks are missing
                 raise
             # A rank's leader may be missing only because it waits for another host, so the world's monitor comes first.
             seen = tuple(ranks[rank] for rank in error.missing if rank < len(ranks))
-            raise self._wait.stall_error(self._wait.monitor.missing_ranks() or seen) from error
+            world = self._wait.monitor
+            raise self._wait.stall_error(world.missing_ranks() or seen, world.silent_ranks()) from error
 
 
 class HierarchicalBackend(Backend):
@@ -96,6 +97,7 @@ class HierarchicalBackend(Backend):
         `leaders` connects the lowest rank of each host, and is None on the others. `enter_on_node` is what `Wait.enter`
         does for a `node` that enters itself.
         """
+        # The wait between leaders has no entry: the calls of all ranks have been compared before.
         assert leaders is None or not leaders.enters_itself
         assert enter_on_node is not None or not node.enters_itself
         self.rank = transport.rank
@@ -154,7 +156,7 @@ class HierarchicalBackend(Backend):
         steps = _Steps(self, wait)
         steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
         steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, NO_FINISH, inner))
-        if self.leaders is not None:
+        if self.leaders is not None:  # the other ranks get the finished result
             finish(tensor)
         self._share(tensor.view(torch.uint8), steps)
 
@@ -200,9 +202,14 @@ class HierarchicalBackend(Backend):
         steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
     def _gather_hosts(self, leaders: Backend, of_host: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Gather every host's block among the leaders; those of smaller hosts are padded."""
+        """Gather every host's block among the leaders; those of smaller hosts are padded.
+
+        With ranks 0 and 2 on one host and 1 on another the leaders gather ``[[r0, r2], [r1, padding]]``, and write
+        ``[r0, r1, r2]`` into `into`.
+        """
         most, num_hosts = max(self._counts), len(self._counts)
         size = into.numel() // self.world_size
+        # Then the hosts' blocks, one behind the other, are the result.
         if self._has_consecutive_ranks and min(self._counts) == most:
             leaders.all_gather(of_host, into, wait)
             return

@@ -2,9 +2,12 @@
 
 Two tags carry short notes, one at a time, which lie in the mailbox itself. The third carries data through a ring of two
 chunks, an arena that the sender makes for its first data and whose address it writes into the mailbox. Each tag has two
-counts: chunks posted, which only the sender writes, and chunks taken, which only the receiver writes. The sender waits
-while all places are full, the receiver while none is. A send ends when all of it has been taken, as the ring of a
-sender that ends is gone.
+counts: chunks posted, which only the sender writes, and chunks received, which only the receiver writes. The sender
+waits while all places are full, the receiver while none is. A send ends when all of it has been received, as the ring
+of a sender that ends is gone.
+
+The memory: at byte 0 the counts of the tags 0, 1 and 2, posted before received, each in 8 bytes; at 64 and 384 the
+notes of the tags 0 and 1; at 704 the address of the ring, as JSON.
 
 Failure. If the peer leaves or dies while this rank waits, the wait raises (control_page.py); but what the peer posted
 before it left is still taken.
@@ -14,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.wait import Wait
@@ -41,29 +43,30 @@ class Mailbox:
         self._ring: memoryview | None = None
         self._arena: Arena | None = None
 
-    def put(self, data: Any, tag: int, wait: Wait) -> None:
-        """Send the uint8 array `data`; return when the receiver has taken all of it."""
-        posted, taken = 2 * tag, 2 * tag + 1
+    def put(self, data: memoryview, tag: int, wait: Wait) -> None:
+        """Send the bytes `data`; return when the receiver has taken all of it."""
+        posted, received = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
         for piece in self._pieces(data, tag):
-            self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
+            self._until(lambda: self._counts[posted] - self._counts[received] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
+            # After the piece: the receiver that reads the count reads the piece, too, as stores keep their order.
             self._counts[posted] += 1
-        self._until(lambda: self._counts[posted] == self._counts[taken], wait)
+        self._until(lambda: self._counts[posted] == self._counts[received], wait)
 
-    def take(self, data: Any, tag: int, wait: Wait) -> None:
-        """Receive into the uint8 array `data`."""
-        posted, taken = 2 * tag, 2 * tag + 1
+    def take(self, data: memoryview, tag: int, wait: Wait) -> None:
+        """Receive into `data`."""
+        posted, received = 2 * tag, 2 * tag + 1
         for piece in self._pieces(data, tag):
-            self._until(lambda: self._counts[posted] > self._counts[taken], wait)
-            piece[:] = self._place(tag, self._counts[taken], wait)[: len(piece)]
-            self._counts[taken] += 1
+            self._until(lambda: self._counts[posted] > self._counts[received], wait)
+            piece[:] = self._place(tag, self._counts[received], wait)[: len(piece)]
+            self._counts[received] += 1  # after the copy: the sender may now write there again
 
-    def _pieces(self, data: Any, tag: int) -> list[Any]:
+    def _pieces(self, data: memoryview, tag: int) -> list[memoryview]:
         if tag != _DATA_TAG:
             assert len(data) <= _NOTE_BYTES
-            return [memoryview(data)]
-        return [memoryview(data[at : at + _CHUNK_BYTES]) for at in range(0, len(data), _CHUNK_BYTES)]
+            return [data]
+        return [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
 
     def _place(self, tag: int, number: int, wait: Wait) -> memoryview:
         if tag != _DATA_TAG:
@@ -73,10 +76,14 @@ class Mailbox:
         return self._ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self, wait: Wait) -> memoryview:
-        """Make the ring, as the sender; open it, as the receiver of data that has come."""
+        """Make the ring, as the sender; open it, as the receiver of data that has come.
+
+        The receiver finds the address: the sender has written it before it posted its first data.
+        """
         slot = self._memory[_ADDRESS_BEGIN:]
         if not self._is_sender:
             return self._page.attach(json.loads(bytes(slot)), self._peer, wait).view
+        # Not with the mailbox: most pairs of ranks send each other nothing.
         self._arena = Arena.create(2 * _CHUNK_BYTES)
         slot[:] = json.dumps(self._arena.address).encode().ljust(len(slot))
         return self._arena.view
@@ -95,7 +102,7 @@ class Mailbox:
         wait.until(is_done)
 
     def close(self) -> None:
-        """Release the ring, if this rank has made it."""
+        """Release the ring."""
+        self._ring = None
         if self._arena is not None:
-            self._ring = None
             self._arena.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 import zlib
@@ -17,6 +18,7 @@ from statexchange.settings import Launch, default_timeout_s
 
 if TYPE_CHECKING:
     import torch
+    from mpi4py import MPI
 
     from statexchange.comm.backends.reduction import Finish
 
@@ -82,7 +84,7 @@ class MPIBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, comm: Any, *, takes_over: bool = False, timeout_s: float | None = None) -> None:
+    def __init__(self, comm: MPI.Comm, *, takes_over: bool = False, timeout_s: float | None = None) -> None:
         """Make a backend over a duplicate of `comm`, or `takes_over` `comm` itself. Collective over `comm`."""
         self._mpi = _mpi()
         if self._mpi.Query_thread() != self._mpi.THREAD_MULTIPLE:
@@ -90,15 +92,16 @@ class MPIBackend(Backend):
             raise UnsupportedError(
                 "MPI was initialised without MPI_THREAD_MULTIPLE: let mpi4py do it, which asks for that by default"
             )
-        self._unfinished: list[Any] = []  # requests that were given up: MPI may still write to their buffers
-        self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
+        self._unfinished: list[object] = []  # requests that were given up: MPI may still write to their buffers
+        self._datatypes: dict[object, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
         wait_s = default_timeout_s() if timeout_s is None else timeout_s
-        self._comm = comm if takes_over else self._duplicate(comm, wait_s)
+        self._comm: Any = comm if takes_over else self._duplicate(comm, wait_s)
+        # MPI's default ends the whole job at the first error; mpi4py raises an Exception instead.
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
-    def _duplicate(self, comm: Any, timeout_s: float) -> Any:
+    def _duplicate(self, comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
         wait = Wait(timeout_s, "the formation of the communicator")
         self._await_ranks_in_collectives(comm, wait)
         duplicate, request = comm.Idup()
@@ -114,18 +117,18 @@ class MPIBackend(Backend):
         byte = self._mpi.BYTE
         sent, received = [part, len(part), byte], [into, sizes, None, byte]
         self._run(lambda: self._comm.Iallgatherv(sent, received), len(into), wait)
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        ends = itertools.accumulate(sizes)
         return [bytes(into[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
-    def _run(self, post: Callable[[], Any], nbytes: int, wait: Wait) -> None:
+    def _run(self, post: Callable[[], MPI.Request], nbytes: int, wait: Wait) -> None:
         """Have `post` start a request, and wait for it; while it is under way it holds its buffers."""
-        requests: list[Any] = []
+        requests: list[MPI.Request] = []
         with self._keeping(requests, wait):
             requests.append(post())
             wait.until(self._test(requests[0], nbytes))
 
     @contextlib.contextmanager
-    def _keeping(self, requests: list[Any], wait: Wait) -> Iterator[None]:
+    def _keeping(self, requests: object, wait: Wait) -> Iterator[None]:
         """Keep the requests, and so their buffers, if the block fails; turn MPI's errors into PeerError."""
         try:
             yield
@@ -135,7 +138,7 @@ class MPIBackend(Backend):
                 raise PeerError(-1, wait.operation, (str(error).splitlines() or ["MPI failed"])[0]) from error
             raise
 
-    def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
+    def _test(self, request: MPI.Request, nbytes: int) -> Callable[[], bool]:
         """Return a test of whether `request` is done. Some MPIs move long messages only while they are tested."""
 
         def test_long() -> bool:
@@ -151,12 +154,13 @@ class MPIBackend(Backend):
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a communicator of `ranks`; StallError names those that have not called. Collective over them only."""
+        # The same on all `ranks` without a message, and most likely another one for other ranks.
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _NUM_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         group = self._comm.Get_group().Incl(list(ranks))
         return MPIBackend(self._comm.Create_group(group, tag), takes_over=True)  # does not wait: all are there
 
-    def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
+    def _await_ranks_in_collectives(self, comm: MPI.Comm, wait: Wait) -> None:
         """Return when all ranks of the caller's `comm` have called; StallError names those that have not.
 
         Sends and receives would not do: a receive of the caller's own, for any tag, could take the message. It cannot
@@ -164,8 +168,8 @@ class MPIBackend(Backend):
         from the root itself: the scatter from rank n ends once rank n has called.
         """
         own_bytes = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
-        requests: dict[int, Any] = {}
-        with self._keeping([requests], wait):
+        requests: dict[int, MPI.Request] = {}
+        with self._keeping(requests, wait):
             for rank in range(self.world_size):
                 received = [bytearray(1), 1, self._mpi.BYTE]
                 requests[rank] = comm.Iscatterv(own_bytes if rank == self.rank else None, received, rank)
@@ -178,11 +182,12 @@ class MPIBackend(Backend):
         """
         peers = [rank for rank in ranks if rank != self.rank]
         empty_message = [bytearray(1), 0, self._mpi.BYTE]
-        sends: list[Any] = []
-        receives: dict[int, Any] = {}
+        sends: list[MPI.Request] = []
+        receives: dict[int, MPI.Request] = {}
         with self._keeping([sends, receives], wait):
-            receives.update({rank: self._comm.Irecv(empty_message, rank, tag) for rank in peers})
-            sends.extend(self._comm.Isend(empty_message, rank, tag) for rank in peers)
+            for rank in peers:
+                receives[rank] = self._comm.Irecv(empty_message, rank, tag)
+                sends.append(self._comm.Isend(empty_message, rank, tag))
             try:
                 self._await(receives, sends, wait)
             except StallError as error:
@@ -190,13 +195,13 @@ class MPIBackend(Backend):
                     receives[rank].Cancel()  # or MPI could not finalize
                 raise
 
-    def _await(self, receives: dict[int, Any], sends: Sequence[Any], wait: Wait) -> None:
+    def _await(self, receives: dict[int, MPI.Request], sends: Sequence[MPI.Request], wait: Wait) -> None:
         """Return when all requests are done; StallError names the ranks whose requests in `receives` are not."""
         missing = list(receives)
 
         def done() -> bool:
-            missing[:] = [rank for rank in missing if not self._test(receives[rank], 0)()]
-            return not missing and all(self._test(request, 0)() for request in sends)
+            missing[:] = [rank for rank in missing if not receives[rank].Test()]
+            return not missing and all(request.Test() for request in sends)
 
         try:
             wait.until(done)
@@ -246,6 +251,7 @@ class MPIBackend(Backend):
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Call Ireduce_scatter_block. Collective."""
+        # MPI counts the elements of one rank's part, for both buffers.
         typed, received = self._typed(tensor, into.numel()), self._typed(into)
         if typed is None:
             super().reduce_scatter(tensor, into, op, finish, wait)
@@ -253,10 +259,11 @@ class MPIBackend(Backend):
             self._run(lambda: self._comm.Ireduce_scatter_block(typed, received, self._op(op)), tensor.nbytes, wait)
             finish(into)
 
-    def _bytes(self, data: torch.Tensor) -> list[Any]:
+    def _bytes(self, data: torch.Tensor) -> list[object]:
         return [data.numpy(), data.numel(), self._mpi.BYTE]
 
-    def _parts(self, data: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+    def _parts(self, data: torch.Tensor, sizes: Sequence[int]) -> list[object]:
+        # Without displacements the parts follow each other.
         return [data.numpy(), list(sizes), None, self._mpi.BYTE]
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from statexchange.comm.backends.reduction import Finish
 from statexchange.comm.backends.torch_groups import reduce_options, torch_errors
 from statexchange.comm.wait import Wait
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work  # torch.distributed exports it, but not for type checkers
+
 __all__ = ["NCCLBackend"]
 
 _WIDE = (torch.float32, torch.float64)
@@ -26,7 +29,7 @@ _NCCL_INTS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 @contextlib.contextmanager
 def _both(
-    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+    outer: contextlib.AbstractContextManager[object], inner: contextlib.AbstractContextManager[object]
 ) -> Iterator[None]:
     with outer, inner:
         yield
@@ -38,14 +41,14 @@ class NCCLBackend(Backend):
     name = "nccl"
     device_type = "cuda"
 
-    def __init__(self, group: Any, cpu: Backend) -> None:
+    def __init__(self, group: dist.ProcessGroup, cpu: Backend) -> None:
         self._group = group
         self._cpu = cpu
         self.rank = cpu.rank
         self.world_size = cpu.world_size
         assert (self.rank, self.world_size) == (group.rank(), group.size())
 
-    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+    def as_caller(self) -> contextlib.AbstractContextManager[object]:
         """Return a context with the caller's current stream, too. Not collective."""
         return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
 
@@ -61,7 +64,7 @@ class NCCLBackend(Backend):
         """Whether NCCL is right: not for sums of halves that are divided later, nor for minima and maxima with NaN."""
         return dtype in _WIDE if op in ("sum", "prod") else dtype in _NCCL_INTS
 
-    def _run(self, post: Callable[[], Any], wait: Wait) -> None:
+    def _run(self, post: Callable[[], Work], wait: Wait) -> None:
         with torch_errors(wait):
             post().wait()
 

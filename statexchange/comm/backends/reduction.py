@@ -58,13 +58,18 @@ def reduces_locally(op: str, dtype: torch.dtype) -> bool:
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor. Not collective."""
-    return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
+    """Return the bytes of a contiguous tensor. Not collective.
+
+    ``torch.tensor([1, 2], dtype=torch.int16)`` becomes ``b"\\x01\\x00\\x02\\x00"``.
+    """
+    return bytes(tensor.cpu().view(torch.uint8).numpy().data)
 
 
 def from_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor whose bytes these are. Not collective."""
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    if not data:  # which `frombuffer` refuses
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NO_FINISH) -> None:
@@ -75,11 +80,13 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
     """
     combine = _COMBINE[op]
     halves = into.dtype in HALVES and op in ("sum", "prod")
+    # Torch adds two halves in float32, too, and rounds once.
     if len(parts) == 2 and not (halves and finish != NO_FINISH):
         combine(parts[0], parts[1], out=into)
         if finish is not NO_FINISH:  # a call less for small tensors
             finish(into)
         return
+    # Not into `into` at once, as it may be one of the parts.
     result = parts[0].float() if halves else parts[0].clone()
     for part in parts[1:]:
         combine(result, part, out=result)

@@ -51,8 +51,8 @@ _WINDOW_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 19  # of all ranks together; up to this size every rank reduces all of it, which saves barriers
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
 _MAX_KEPT_VIEWS = 256
-_LINE_BYTES = 64
-_OFFSET_BITS = 40
+_LINE_BYTES = 64  # no two ranks write to one cache line: it would move between their cores with each store
+_OFFSET_BITS = 40  # of a location, a word of the page: 2**24 regions of up to 1 TiB
 _USED, _MEMORY, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
 
 
@@ -139,10 +139,12 @@ class SharedMemoryBackend(Backend):
     def _share(self, nbytes: int, wait: Wait) -> _SharedMemory | None:
         """Make memory of which each rank has `nbytes`; return None, on all ranks, if one has too little. Collective."""
         arena: Arena | None = None
+        offer = None
         with contextlib.suppress(StorageError):
             arena = Arena.create(nbytes)
-        offer = json.dumps(None if arena is None else arena.address).encode()
-        addresses = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _MEMORY, wait)]
+            offer = arena.address
+        answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _MEMORY, wait)
+        addresses = [json.loads(answer) for answer in answers]
         if arena is None or None in addresses:
             if arena is not None:
                 arena.close()
@@ -200,6 +202,7 @@ class SharedMemoryBackend(Backend):
         """Return the location of `tensor`: the number of its region and the offset there; 0 if it lies in none."""
         address = tensor.data_ptr()
         nbytes = tensor.numel() * tensor.itemsize
+        # A part of a region counts, too: a bucket is a part of what `empty` returned.
         for number, region in self._regions.items():
             if region.address <= address and address + nbytes <= region.address + region.nbytes:
                 return number << _OFFSET_BITS | (address - region.address)
@@ -221,9 +224,10 @@ class SharedMemoryBackend(Backend):
             self._reduce_all(tensor, op, finish, wait, keeps=True)
             return
         locations = wait.enter(self._locate(tensor))
+        # All ranks decide alike, as all have the locations of all.
         if all(locations):
             self._reduce_in_place([self._at(at, r, tensor) for r, at in enumerate(locations)], op, finish)
-            self._page.sync(wait)
+            self._page.sync(wait)  # until then the other ranks write into this rank's tensor
         else:
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
@@ -239,6 +243,7 @@ class SharedMemoryBackend(Backend):
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
         parts = self._next_window(tensor.dtype, tensor.numel())
+        # Before the entry, so that its barrier serves for the data, too.
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
@@ -251,6 +256,7 @@ class SharedMemoryBackend(Backend):
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
         begin, end = self._slices(parts[0])[self.rank]
+        # Chunk by chunk, so that a result is still in cache when it is copied to the other ranks' tensors.
         step = _CHUNK_BYTES // parts[0].itemsize
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
         for at in range(begin, end, step):
@@ -274,27 +280,26 @@ class SharedMemoryBackend(Backend):
         which lie in this rank's slice, so the slice must stay untouched: therefore all pieces are cut alike.
         """
         pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
-        last = pieces[-1].numel()
-        full = self._slices(pieces[0])
-        slices = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
-        staging = self._lay_out(pieces[0], slices[0])
+        slices = self._slices(pieces[0])  # the last piece may be shorter, and has what there is of them
+        begin, end = slices[self.rank]
+        staging = self._lay_out(pieces[0], begin, end)
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
-            begin, end = slices[i][self.rank]
             parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
             result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
-            following = self._lay_out(pieces[i + 1], slices[i + 1]) if i + 1 < len(pieces) else []
+            following = []
+            if piece is not pieces[-1]:
+                following = self._lay_out(pieces[i + 1], begin, end)
             self._page.sync(wait)
             if keeps:
-                for rank, (first, past) in enumerate(slices[i]):
+                for rank, (first, past) in enumerate(slices):
                     piece[first:past].copy_(staging[rank][first:past])
             staging = following
 
-    def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
+    def _lay_out(self, piece: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
+        """Switch windows; write `piece` into this rank's, without its slice; return every rank's."""
         staging = self._next_window(piece.dtype, piece.numel())
-        begin, end = slices[self.rank]
         staging[self.rank][:begin].copy_(piece[:begin])
         staging[self.rank][end:].copy_(piece[end:])
         return staging
@@ -304,6 +309,7 @@ class SharedMemoryBackend(Backend):
         wait.enter()
         rows = tensor.view(self.world_size, -1)
         step = _WINDOW_BYTES // tensor.itemsize // self.world_size
+        # A piece needs one barrier, not two: the next one is written into the other window.
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
@@ -319,17 +325,20 @@ class SharedMemoryBackend(Backend):
         is_root = self.rank == root
         location = wait.enter(self._locate(data) if is_root else 0)[root]
         if not location:
-            sent, reads = (data, []) if is_root else (None, [(root, 0, data)])
-            self._move(sent, data.numel(), reads, wait)
+            if is_root:
+                self._move(data, data.numel(), [], wait)
+            else:
+                self._move(None, data.numel(), [(root, 0, data)], wait)
             return
         if not is_root:
             data.copy_(self._at(location, root, data))
-        self._page.sync(wait)
+        self._page.sync(wait)  # until all have read it, root must not change the tensor
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather through the staging buffers. Collective."""
         wait.enter()
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(into.view(self.world_size, -1))], wait)
+        parts = into.view(self.world_size, -1)
+        self._move(data, data.numel(), [(rank, 0, part) for rank, part in enumerate(parts)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -369,11 +378,11 @@ class SharedMemoryBackend(Backend):
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send through the pair's mailbox. Not collective."""
-        self._mailbox(self.rank, dst).put(data.numpy(), tag, wait)
+        self._mailbox(self.rank, dst).put(data.numpy().data, tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive through the pair's mailbox. Not collective."""
-        self._mailbox(src, self.rank).take(data.numpy(), tag, wait)
+        self._mailbox(src, self.rank).take(data.numpy().data, tag, wait)
 
     def _mailbox(self, src: int, dst: int) -> Mailbox:
         if (src, dst) not in self._mailboxes:

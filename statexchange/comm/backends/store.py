@@ -28,6 +28,8 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import StallError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from statexchange.comm.tcp_store import Server
 
 __all__ = ["StoreBootstrap", "over_group"]
@@ -42,7 +44,7 @@ class StoreBootstrap(Backend):
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         names: Sequence[int],
         prefix: str = "statexchange",
@@ -53,7 +55,7 @@ class StoreBootstrap(Backend):
         Nothing else may use keys of `store` that begin with `prefix`. `server`, if this process serves the store, is
         closed with this backend.
         """
-        self._store = store
+        self._store: Any = store  # `set` also takes bytes, which its type hint does not tell
         self._names = names
         self._prefix = prefix
         self._server = server
@@ -77,6 +79,7 @@ class StoreBootstrap(Backend):
         def exchange() -> list[bytes]:
             self._store.set(keys[name], payload)
             await_keys(self._store, keys, name, wait)
+            # One request for all: the server answers one at a time, and has many clients.
             answers: list[bytes] = self._store.multi_get(list(keys.values()))
             self._store.add(self._key(self._count, "read"), 1)
             return answers
@@ -88,13 +91,14 @@ class StoreBootstrap(Backend):
 
     def _is_read(self) -> bool:
         """Whether all ranks have read the last gathering, here and in the groups."""
+        # Adding 0 reads a counter that may not exist yet.
         read = self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
         return read and all(group._is_read() for group in self._groups)  # noqa: SLF001 (our own)
 
     def close(self) -> None:
         """Close the server when all ranks have read what was sent, or a second later. Not collective."""
         server, self._server = self._server, None
-        if server is None:
+        if server is None:  # of another rank, of the launcher, or closed already
             return
         operation = "the end of the store"
         # In a thread, since a group that was given up may still wait in this client, which then answers nobody else.

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.settings import default_timeout_s
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed exports it, but not for type checkers
 
 __all__ = [
     "GRACE_S",
@@ -53,12 +56,12 @@ GRACE_S = 1.0  # torch's deadlines are this much later than ours; also the longe
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
 
-def known_groups() -> Mapping[Any, tuple[str, Any]]:
+def known_groups() -> Mapping[Any, tuple[str, Store | None]]:
     """Return all groups that torch.distributed knows in this process, with backend and store. Not collective."""
     return dist.distributed_c10d._world.pg_map if dist.is_available() else {}  # noqa: SLF001 (torch has no other way)
 
 
-def store_of_group(group: dist.ProcessGroup) -> Any:
+def store_of_group(group: dist.ProcessGroup) -> Store:
     """Return the torch Store at which the ranks of `group` have met. Not collective."""
     groups = known_groups()
     if group not in groups:
@@ -85,7 +88,7 @@ def run_of_default_group() -> str | None:
     return name.decode()
 
 
-def start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def start(backend: str, store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
     """Initialise torch.distributed's default group, and return it; with "nccl", Gloo serves CPUs. Collective.
 
     Raises MissingExtraError or UnsupportedError, before anything is sent, where NCCL cannot be.
@@ -115,7 +118,7 @@ def ranks_key(ranks: Sequence[int]) -> str:
 class _Arrivals(OuterMonitor):
     """Names the ranks that have not set their keys in a store."""
 
-    def __init__(self, outer: FailureMonitor, store: Any, keys: Mapping[int, str], rank: int) -> None:
+    def __init__(self, outer: FailureMonitor, store: Store, keys: Mapping[int, str], rank: int) -> None:
         super().__init__(outer)
         self.rank = rank
         self._store = store
@@ -130,17 +133,18 @@ class _Arrivals(OuterMonitor):
         return self.missing_ranks() if first == self.rank else ()
 
 
-def await_keys(store: Any, keys: Mapping[int, str], rank: int, wait: Wait) -> None:
+def await_keys(store: Store, keys: Mapping[int, str], rank: int, wait: Wait) -> None:
     """Return when `store` has the key of each rank; StallError names those that did not set theirs.
 
     This `rank` has set its own. Late ranks are logged by the lowest one that waits.
     """
     texts = list(keys.values())
+    # All at once, in one request; one by one only for the names, when it is too late.
     arrivals = _Arrivals(wait.monitor, store, keys, rank)
     Wait(wait.timeout_s, wait.operation, arrivals).until(lambda: store.check(texts))
 
 
-def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
+def await_ranks(store: Store, rank: int, ranks: Sequence[int], wait: Wait) -> None:
     """Return when all `ranks`, `rank` among them, have called. Collective over them."""
 
     def meet() -> None:
@@ -168,9 +172,10 @@ def ask_store(requests: Callable[[], T], wait: Wait) -> T:
         raise PeerError(-1, wait.operation, f"{server} has ended: {first_line(error)}") from error
 
 
-def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
+def make_gloo_group(store: Store, rank: int, names: Sequence[int], timeout_s: float) -> Any:
     """Make a Gloo group, on a store not used for this before; errors name rank i as `names[i]`. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
+    # Before Gloo connects, as Gloo does not name the ranks that are missing.
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
     return _awaited(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)

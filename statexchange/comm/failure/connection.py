@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["ConnectionEndedError", "JsonConnection"]
 
-_LONGEST_LINE_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 20  # more without a newline is no message of a rank: any program may connect
 
 
 class ConnectionEndedError(Exception):
@@ -28,6 +28,7 @@ class JsonConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        # Else the kernel would hold back a failure until the message before it is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.rank = -1
@@ -39,7 +40,7 @@ class JsonConnection:
         """Whether a part of an earlier message has not been sent yet."""
         return bool(self._unsent)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send `message`, now or by later calls of `flush`."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
@@ -63,7 +64,8 @@ class JsonConnection:
             ended = True
         *lines, self._received = self._received.split(b"\n")
         try:
-            yield from [json.loads(line) for line in lines]
+            for line in lines:
+                yield json.loads(line)
         except ValueError:
             ended = True
         if ended or len(self._received) > _LONGEST_LINE_BYTES:

@@ -128,7 +128,7 @@ class ControlPage(FailureMonitor):
         self._words[self.rank * _ROW_WORDS + word] = value
 
     def _get(self, rank: int, word: int) -> int:
-        return int(self._words[rank * _ROW_WORDS + word])
+        return self._words[rank * _ROW_WORDS + word]
 
     def all_gather_bytes(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
         """Return every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None.
@@ -144,11 +144,12 @@ class ControlPage(FailureMonitor):
         slots = self._slots_of_all()
         lengths = list(map(_length_in, slots))
         messages = [bytearray() for _ in slots]
-        for begin in range(0, max(*lengths, 1), _PIECE_BYTES):
+        # All ranks take part in the barriers of the longest message, also those whose own one has ended.
+        for begin in range(0, max(lengths), _PIECE_BYTES):
             if begin:
                 self._post(payload, begin)
                 self.sync(wait)
-                slots = self._slots_of_all()
+                slots = self._slots_of_all()  # the other ones: the barrier's number has changed
             if root in (None, self.rank):
                 for rank, length in enumerate(lengths):
                     messages[rank] += slots[rank][_LENGTH_BYTES:][: max(length - begin, 0)]
@@ -200,12 +201,12 @@ class ControlPage(FailureMonitor):
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
         count = self._count = self._count + 1
+        # Without `_get` and `_set`: a call with a small tensor is hardly more than this.
         words = self._words
         words[self._own_row + _ARRIVED] = count
         try:
             for row in self._rows_of_others:
                 if words[row + _ARRIVED] < count:
-                    wait.restart()
                     wait.until(self._are_all_here, self._pace, self)
                     break
         except BaseException:
@@ -217,12 +218,6 @@ class ControlPage(FailureMonitor):
         """Whether all ranks have arrived at this rank's barrier."""
         words = self._words
         return all(words[row + _ARRIVED] >= self._count for row in self._rows_of_others)
-
-    def _behind(self) -> list[int]:
-        """Return the ranks that have not come to this rank's barrier."""
-        count = self._count
-        ranks = range(self.world_size)
-        return [r for r in ranks if self._get(r, _ARRIVED) < count and self._get(r, _GIVEN_UP) < count]
 
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`.
@@ -240,19 +235,24 @@ class ControlPage(FailureMonitor):
         alive = self.can_see(rank)
         left = self._get(rank, _LEFT)  # read last: a rank may write its error and die between the two readings
         if left == _GONE_WITH_ERROR:
-            return self._departure_error(rank)
+            slot = self._slot(rank, 2)
+            return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
         if left == _GONE_QUIETLY:
             return PeerError(rank, operation, "it closed its communicator")
         return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
-        stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
-        return tuple(self._behind() or stopped)
+        behind = []
+        for rank in range(self.world_size):
+            # A rank that has given up has taken its arrival back, but it was here.
+            if max(self._get(rank, _ARRIVED), self._get(rank, _GIVEN_UP)) < self._count:
+                behind.append(rank)
+        return tuple(behind) or self.silent_ranks()
 
-    def _departure_error(self, rank: int) -> StateExchangeError:
-        slot = self._slot(rank, 2)
-        return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose process is stopped."""
+        return tuple(r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID)))
 
     def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""
@@ -281,6 +281,7 @@ class ControlPage(FailureMonitor):
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
             if len(record) > _PIECE_BYTES:
+                # An error of the user's code may have any length. In ASCII, 1000 characters are few bytes as JSON.
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
             _write_slot(self._slot(self.rank, 2), len(record), record)
@@ -308,9 +309,12 @@ def open_control_page(
     """
     arena: Arena | None = None
     page: ControlPage | None = None
-    with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
-        arena = Arena.create(ControlPage.nbytes(world_size)) if rank == 0 else None
-    address = json.loads(all_gather_bytes(json.dumps(None if arena is None else arena.address).encode())[0])
+    offer = None
+    if rank == 0:
+        with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
+            arena = Arena.create(ControlPage.nbytes(world_size))
+            offer = arena.address
+    address = json.loads(all_gather_bytes(json.dumps(offer).encode())[0])
     if address is not None:
         with contextlib.suppress(StateExchangeError):
             page = ControlPage(attach(address).view, rank, world_size)  # its row has the process id from now on
@@ -319,5 +323,7 @@ def open_control_page(
         arena.close()
     if page is None or not have_all_attached:
         return None
-    can_see_all = all(map(page.can_see, range(world_size)))  # not across PID namespaces
-    return None if any(all_gather_bytes(b"" if can_see_all else b"a hidden process")) else page
+    hidden = b""
+    if not all(map(page.can_see, range(world_size))):  # as across PID namespaces
+        hidden = b"a hidden process"
+    return None if any(all_gather_bytes(hidden)) else page

@@ -61,7 +61,7 @@ class Coordinator(FailureDetector):
         self._received_at[rank] = time.monotonic()
         if kind == "at":
             self._view.op_numbers[rank], self._progress_of[rank] = int(rest[0]), int(rest[1])
-            return
+            return  # goes to the others with the next periodic status; what follows goes at once
         if kind == "failure":
             self._failure = self._failure or rest[0]
         elif kind == "collective_requested":
@@ -71,7 +71,7 @@ class Coordinator(FailureDetector):
         for connection in self._connections.values():
             connection.send(self._status())
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         self._take_message(0, message)
 
     # Connections
@@ -79,6 +79,7 @@ class Coordinator(FailureDetector):
     def _introduce(self, connection: JsonConnection, message: Any) -> None:
         """Take the first message of a connection: the nonce, and the rank whose connection this is from now on."""
         nonce, rank = message
+        # Not by `!=`, whose time would tell how many of its characters are right.
         if not hmac.compare_digest(str(nonce), self._nonce) or not 0 < rank < self._world_size:
             raise ConnectionEndedError
         connection.rank = rank
@@ -90,6 +91,7 @@ class Coordinator(FailureDetector):
     def _lose(self, connection: JsonConnection) -> None:
         self._selector.unregister(connection.connection)
         connection.close()
+        # Else the member has connected again, and this is its earlier connection.
         if self._connections.get(connection.rank) is connection:
             del self._connections[connection.rank]
             if connection.rank not in self._view.departed:
@@ -109,11 +111,11 @@ class Coordinator(FailureDetector):
         view.silent = silent  # assigned whole: other threads read it
         for connection in self._connections.values():
             connection.flush()
-            if not connection.has_unsent:
+            if not connection.has_unsent:  # else it reads nothing, as it is stopped: do not keep ever more for it
                 connection.send(self._status())
 
     def _cause_of_death(self, rank: int) -> str:
         return f"its process {self._pids[rank]} died"
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, object]:
         return {**vars(self._view), "failure": self._failure}

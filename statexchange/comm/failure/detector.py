@@ -52,7 +52,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
@@ -101,7 +100,7 @@ class FailureDetector(FailureMonitor):
         self._op_number = 0
         self._operation = "its own code"
         self._progress = 0
-        self._failure: dict[str, Any] | None = None
+        self._failure: dict[str, object] | None = None
         self._view = GroupView([0] * self._world_size)
         self._seen_dead_at: dict[int, float] = {}  # when its connection was first seen to have ended
         self._period_s = _PERIOD_S * max(1.0, self._world_size / _LARGE_GROUP)
@@ -140,6 +139,7 @@ class FailureDetector(FailureMonitor):
         if failure is not None:
             # The record of a death has no phase: name the call in which this rank waits.
             raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": operation})
+        # A copy, as the detector thread may add to it. A rank that left in a later call has completed this one.
         for rank, (last_op, cause) in tuple(self._view.departed.items()):
             if last_op < self._op_number and rank != self._topology.rank:
                 raise self._peer_error(rank, operation, cause)
@@ -151,11 +151,18 @@ class FailureDetector(FailureMonitor):
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are in an earlier collective than this one, or silent. Not collective."""
-        view = self._view
-        if time.monotonic() - view.updated > self._silent_s:
-            return self._suspects()
-        behind = {rank for rank, number in enumerate(view.op_numbers) if number < self._op_number}
-        return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
+        missing = set(self.silent_ranks())
+        if not self._is_uninformed():
+            missing.update(rank for rank, number in enumerate(self._view.op_numbers) if number < self._op_number)
+        return tuple(sorted(missing - {self._topology.rank}))
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that have sent nothing for several periods. Not collective."""
+        return self._suspects() if self._is_uninformed() else tuple(self._view.silent)
+
+    def _is_uninformed(self) -> bool:
+        """Whether no status of the group has come for so long that the last one tells nothing about the present."""
+        return time.monotonic() - self._view.updated > self._silent_s
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""
@@ -197,7 +204,7 @@ class FailureDetector(FailureMonitor):
             done = threading.Event()
             self._requests.put((request, done))
             self._wake_thread()
-            done.wait(_REPORT_S)
+            done.wait(_REPORT_S)  # the caller may exit next, and the report would be lost
 
     def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):  # a full buffer: the thread will wake up anyway
@@ -212,7 +219,8 @@ class FailureDetector(FailureMonitor):
         try:
             due = 0.0
             while self._goodbye is None:
-                self._handle_events(max(0.0, min(due - time.monotonic(), self._until_next_death_s())))
+                deaths_due = [since + _GRACE_S for since in self._seen_dead_at.values()]
+                self._handle_events(max(0.0, min([due, *deaths_due]) - time.monotonic()))
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._period_s
                     self._send_status()
@@ -231,6 +239,7 @@ class FailureDetector(FailureMonitor):
         """Handle the input that arrives within `wait_s`, then the requests of this rank's own threads."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._wakeup_receiver:
+                # One read takes all bytes: several requests may have been made since the last one.
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup_receiver.recv(1 << 12)
             else:
@@ -244,24 +253,18 @@ class FailureDetector(FailureMonitor):
                 request()
                 done.set()
 
-    def _until_next_death_s(self) -> float:
-        """Return the seconds until the next process that has ended is to be reported as dead."""
-        if not self._seen_dead_at:
-            return self._period_s
-        return max(0.0, min(self._seen_dead_at.values()) + _GRACE_S - time.monotonic())
-
     def _report_deaths(self) -> None:
         """Report processes that have ended without a goodbye, when their grace is over."""
         now = time.monotonic()
         for rank, since in list(self._seen_dead_at.items()):
-            if rank in self._view.departed:
+            if rank in self._view.departed:  # its goodbye has come in the meantime
                 del self._seen_dead_at[rank]
             elif now - since >= _GRACE_S:
                 self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
                 del self._seen_dead_at[rank]
 
-    def _post_failure(self, record: dict[str, Any]) -> None:
-        self._failure = self._failure or record
+    def _post_failure(self, record: dict[str, object]) -> None:
+        self._failure = self._failure or record  # also without the coordinator, which may be gone
         self._post(["failure", record])
 
     def disown(self) -> None:
@@ -286,7 +289,7 @@ class FailureDetector(FailureMonitor):
     def _send_status(self) -> None:
         raise NotImplementedError
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         """Send a message to the coordinator, if it can be reached."""
         raise NotImplementedError
 

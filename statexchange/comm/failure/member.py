@@ -71,6 +71,7 @@ class Member(FailureDetector):
     def _take_status(self, status: dict[str, Any]) -> None:
         failure = status["failure"]
         view = {name: value for name, value in status.items() if name != "failure"}
+        # JSON has only texts as keys.
         view["departed"] = {int(rank): departure for rank, departure in dict(status["departed"]).items()}
         view["updated"] = time.monotonic()  # by the clock of this host
         self._view = GroupView(**view)
@@ -80,7 +81,7 @@ class Member(FailureDetector):
         if self._failure is None:
             self._failure = failure
 
-    def _post(self, message: list[Any]) -> None:
+    def _post(self, message: list[object]) -> None:
         if self._connection is not None:
             self._connection.send(message)
 
@@ -89,14 +90,15 @@ class Member(FailureDetector):
             self._connection.flush()
             if not self._connection.has_unsent:
                 self._connection.send(["at", self._op_number, self._progress])
-        is_silent = time.monotonic() - self._view.updated > self._silent_s and not self._host_answers
+        is_silent = self._is_uninformed() and not self._host_answers
         if (self._connection is None or is_silent) and time.monotonic() - self._attempted_at > _RECONNECT_S:
             self._reconnect()
 
     def _reconnect(self) -> None:
         """Try to connect to the coordinator, which has closed the connection or is silent; see the top of this file."""
         if 0 in self._view.departed or self._failure is not None:
-            return
+            return  # the coordinator has ended, or may end any moment: that is no news
+        # This blocks the thread for half a second at most: without the coordinator it has nothing else to do.
         try:
             connection = socket.create_connection((self._address, self._coordinator.port), _RECONNECT_S)
         except ConnectionError:

@@ -60,10 +60,18 @@ class FailureMonitor:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
         return ()
 
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are stopped or whose hosts are cut off, as far as known.
+
+        They may have reached this rank's call.
+        """
+        return ()
+
     def late_ranks(self) -> tuple[int, ...]:
         """Return the missing ranks on the lowest rank that waits for them, which reports them; () on the others."""
         missing = self.missing_ranks()
-        return missing if self.rank >= 0 and set(range(self.rank)) <= set(missing) else ()
+        is_first = self.rank >= 0 and set(range(self.rank)) <= set(missing)  # all lower ranks are missing
+        return missing if is_first else ()
 
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""
@@ -136,13 +144,18 @@ class PeerMonitor(OuterMonitor):
         if reason is None:
             return
         now = time.monotonic()
-        self._left = now if self._left is None else self._left
+        if self._left is None:
+            self._left = now
         if now - self._left > _ARRIVAL_S:
             raise reason
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the peer."""
         return (self._peer,)
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return what the group's monitor returns, which has the same numbers for the ranks."""
+        return self._outer.silent_ranks()
 
 
 # A group that is being formed has no monitor yet. Until it has, the one of its parent group watches its ranks.
@@ -162,7 +175,7 @@ def forming_group(monitor: FailureMonitor, hosts: Sequence[str]) -> Iterator[Non
     `hosts` are the names of the ranks' hosts. Inside another such block, which forms the parent of this group, the
     monitor of that block is used, and errors have its ranks.
     """
-    if _outer.get() is not UNWATCHED:
+    if _outer.get() is not UNWATCHED:  # and that block gives errors their rank and host
         yield
         return
     token = _outer.set(monitor if monitor is UNWATCHED else OuterMonitor(monitor))
@@ -181,6 +194,7 @@ def named_failure(error: PeerError, monitor: FailureMonitor, hosts: Sequence[str
     """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so."""
     named: StateExchangeError = error
     deadline = time.monotonic() + _NAMING_S
+    # The transport may have seen a death before the monitor, which waits for a goodbye first.
     while error.rank < 0 and monitor is not UNWATCHED and named is error and time.monotonic() < deadline:
         try:
             monitor.check(error.phase)

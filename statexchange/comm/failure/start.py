@@ -59,9 +59,11 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
                 detector = Coordinator(topology, pids, listener, coordinator.nonce)
             else:
                 detector = connect_member(topology, coordinator)
+        state = b"no detector"
         if detector is not None:
             detector.start()
-        states = bootstrap.all_gather_bytes(b"no detector" if detector is None else b"", wait)
+            state = b""
+        states = bootstrap.all_gather_bytes(state, wait)
     except BaseException:
         for unused in (detector, listener):
             if unused is not None:
@@ -85,6 +87,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
 def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress | None]:
     """Return a listening socket, and the address that members connect to; (None, None) if this host cannot listen."""
     try:
+        # The addresses that are sent are of IPv4. The host's name, which is among them, may also lead to IPv6.
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=world_size + 64, dualstack_ipv6=is_dual)

@@ -159,6 +159,7 @@ class BucketAverager:
                     view.param.grad = None  # all gradients have weight 0
             return summary.active
         is_plain = summary.is_plain
+        # The all-reduce divides by the number of ranks: the product is this rank's part of the sum of weights.
         share = report.weight * self._comm.world_size / summary.total_weight
         if delayed:
             for bucket in self._plan.buckets:
@@ -181,7 +182,7 @@ class BucketAverager:
         for bucket in self._plan.buckets:
             if not any(summary.any_rank[view.index] & LATE for view in bucket.views):
                 continue
-            first = bucket.flat.clone()
+            first = bucket.flat.clone()  # the average of what arrived in time
             with self._shared_errors():
                 if bucket.in_flight:
                     bucket.fill()
@@ -204,7 +205,7 @@ class BucketAverager:
             for bucket in batch:
                 self._send(bucket, share)
                 bucket.wait()
-        if unplaced:
+        if unplaced:  # their own memory has been freed, in pieces that the heap keeps
             trim_malloc()
 
     def _replan_if_frozen(self, summary: RoundSummary) -> None:

@@ -73,6 +73,7 @@ class GradientHooks:
 
     def _gradient_accumulated(self, index: int) -> None:
         with self._lock:
+            # Autograd calls it once, at the end of this backward. The first gradient of the next one queues it again.
             if self._ended is not None and not self._in_backward:
                 self._in_backward = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
@@ -88,7 +89,7 @@ class GradientHooks:
 
 
 def _hook(owner: weakref.ref[GradientHooks], index: int) -> Callable[[torch.Tensor], None]:
-    """Return a hook that keeps nothing alive."""
+    """Return a hook that keeps nothing alive: it stays on the parameter, which may outlive the reducer."""
 
     def hook(_: torch.Tensor) -> None:
         alive = owner()

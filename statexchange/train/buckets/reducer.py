@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketReducer"]
 
+# The number of the next reducer of a communicator. Ranks compare it: else those that make two reducers in different
+# orders, over parameters of the same names, would average one's gradients with the other's.
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -177,7 +179,7 @@ class BucketReducer(Reducer):
             check_names(changes)
             options = replace(self._options, **changes)
             options.check()
-        self.close()
+        self.close()  # on the communicator that it has had until now
         self._hooks.forget_backward()
         self._options = options
         if comm is not None:
@@ -210,6 +212,7 @@ class BucketReducer(Reducer):
         self._plan.extend(groups)
         self._closed = False
         self.comm.dependents.add(self)
+        # Last: if the ranks differ, which raises above, the parameters have no hooks.
         if options.averages_gradients:
             self._hooks.attach(self._views)
         else:
@@ -283,7 +286,7 @@ class BucketReducer(Reducer):
         """
         index = self._index.get(id(tensor))
         if index is None or not self._options.averages_gradients or tensor.grad is None:
-            why = "it has none" if index is not None else "it is no parameter of this reducer"
+            why = "it is no parameter of this reducer" if index is None else "it has none"
             raise InvalidArgumentError(f"a tensor of shape {list(tensor.shape)} has no gradient to reduce here: {why}")
         self._gradient_accumulated(index)
 
@@ -349,6 +352,7 @@ class BucketReducer(Reducer):
                 share = 0.0 if done else self._checked_weight(weight)
                 return self._averager.average(self._rounds if step is None else step, share, is_done=done)
         finally:
+            # After an error, too: where all ranks have raised it, they go on with equal numbers.
             self._rounds += 1
             self._begin_round()
 

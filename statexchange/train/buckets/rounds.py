@@ -34,7 +34,7 @@ ARRIVED = 1  # a gradient arrived
 LATE = 2  # another gradient arrived after the bucket had been sent
 FROZEN = 4  # the parameter does not require a gradient
 
-_HEAD = struct.Struct("<8sQd?")
+_HEAD = struct.Struct("<8sQd?")  # the plan's digest, the step, the weight, and whether the rank is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,11 @@ class RoundReport:
     order: Sequence[int] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the report as a message."""
+        """Return the report as a message.
+
+        Of two parameters, whose gradients have arrived, the second one in no bucket: 25 bytes of head, the flags 1 and
+        1, and the number 1 in 8 bytes.
+        """
         head = _HEAD.pack(self.plan_digest, self.step, self.weight, self.is_done)
         return head + self.states + np.array(self.order, np.int64).tobytes()
 
@@ -89,7 +93,8 @@ class RoundSummary:
         reports = [RoundReport.from_bytes(message, num_parameters) for message in messages]
         if any(report.plan_digest != plan_digest for report in reports):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")
-        distinct = {report.states for report in reports}  # in most rounds only one
+        # In most rounds only one, so that the cost does not grow with the number of ranks.
+        distinct = {report.states for report in reports}
         states = np.array([np.frombuffer(flags, np.uint8) for flags in distinct])
         any_rank, all_ranks = np.bitwise_or.reduce(states).tobytes(), np.bitwise_and.reduce(states).tobytes()
         summary = cls(reports, any_rank, all_ranks)

@@ -32,7 +32,8 @@ class BucketView:
         self.dtype = local.dtype
         self.shape = local.shape
         self.nbytes = local.nbytes
-        self.strides = torch.empty_like(local, device="meta").stride()  # keeps dense strides, such as channels_last
+        # Those of a dense tensor, also where the parameter's memory has gaps; channels_last stays.
+        self.strides = torch.empty_like(local, device="meta").stride()
         self.bucket: Bucket | None = None
         self.local = self.grad = local.new_empty(0)  # until the parameter gets a bucket
 
@@ -48,6 +49,7 @@ class BucketView:
         self.grad = self.local
         if not self.is_plain:
             param: Any = self.param
+            # The check would be a collective of torch's, on the mesh.
             self.grad = type(param).from_local(self.local, param.device_mesh, param.placements, run_check=False)
 
     def dense(self, grad: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def copy_gradients(views: Iterable[BucketView]) -> list[BucketView]:
             targets.append(view.local)
             fresh.append(view.dense(grad))
             view.param.grad = view.grad
-    if fresh:
+    if fresh:  # all at once: a call for each parameter would take longer than most copies
         torch._foreach_copy_(targets, fresh)
     return missing
 
