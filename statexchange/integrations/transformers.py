@@ -190,13 +190,15 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         """
         if trial is not None:
             raise UnsupportedError("trials of a hyperparameter search would share the steps of their saves")
+        # A second training counts its steps from 0 again: that of the last save says nothing about this one.
+        self._saved_step = None
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
-        found: dict[str, Any] = {}  # an empty state takes what the save has
-        report = self.saves.load(found, include="trainer.*", replicas="root")  # each rank measured its own times
+        stored: dict[str, Any] = {}  # an empty state takes what the save has
+        report = self.saves.load(stored, include="trainer.*", replicas="root")  # each rank measured its own times
         if report is None:
             return super().train(None, None, ignore_keys_for_eval)
-        fields = dict(found.get("trainer", {}))
+        fields = dict(stored.get("trainer", {}))
         if "ranks" not in fields:
             text = "CheckpointsTrainer did not make this save: load it into the model by Checkpoints.load, then train()"
             raise NotFoundError(text, path=report.path)
