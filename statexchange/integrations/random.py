@@ -46,6 +46,7 @@ class RandomState:
             "numpy": _without_arrays(np.random.get_state(legacy=False)),
             "torch": _to_bytes(torch.get_rng_state()),
         }
+        # Asking a process that has not used CUDA for its generator would make a context, which takes GPU memory.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = _to_bytes(torch.cuda.get_rng_state())
         return state
@@ -76,4 +77,5 @@ def _to_bytes(state: torch.Tensor) -> bytes:
 
 
 def _from_bytes(state: bytes) -> torch.Tensor:
+    # A copy: torch warns of the memory of `bytes`, which cannot be written.
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
