@@ -222,6 +222,7 @@ def batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
     Not collective.
     """
     generator = torch.Generator().manual_seed(1_000 * step + dp_rank)
+    # Shape (_SEQUENCES, 1): added to the offsets in a sequence, these give an index for each token.
     starts = torch.randint(len(corpus) - _LENGTH, (_SEQUENCES, 1), generator=generator)
     window = corpus[starts + torch.arange(_LENGTH + 1)]
     return window[:, :-1], window[:, 1:]
@@ -269,6 +270,7 @@ def _step(model: Llama, optimizer: torch.optim.Optimizer, batches: list[tuple[Te
         mean += loss.detach()
     optimizer.step()
     optimizer.zero_grad()
+    # Tensor parallel peers have equal losses, so that the mean over all ranks is that over the data parallel ones.
     mean /= dist.get_world_size()
     dist.all_reduce(mean)
     return mean.item()

@@ -153,7 +153,10 @@ def itemsize_of(dtype: str) -> int:
 
 
 def element_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape in elements for one in groups: they differ in the last dim of a packed dtype."""
+    """Return a shape in elements for one in groups: they differ in the last dim of a packed dtype.
+
+    For F4, of which two elements fill a byte, (5, 8) becomes (5, 16).
+    """
     if dtype not in PACKED or not shape:
         return tuple(shape)
     return (*shape[:-1], shape[-1] * PACKED[dtype])
@@ -188,8 +191,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     if dtype == "BF16" or dtype.startswith("F8"):
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
+        added: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return added
     return np.dtype(name)
 
 
@@ -198,11 +201,11 @@ def torch_dtype(dtype: str) -> Any:
     """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
 
-    long_names = {name: long_name for long_name, name in _TORCH_NAMES.items()}
-    found = getattr(torch, long_names.get(dtype, ""), None)
-    if found is None:
-        raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
-    return found
+    for long_name, name in _TORCH_NAMES.items():
+        # Older releases of torch lack the newest dtypes.
+        if name == dtype and hasattr(torch, long_name):
+            return getattr(torch, long_name)
+    raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
 
 
 def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -222,14 +225,13 @@ def elements(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:
     """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
-    import numpy as np
-
     if as_numpy:
         return array_over(data, dtype, shape)
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
+    array = array_over(data, "U8", (-1,))
     with needing_extra("reading a torch tensor"):
         import torch
 
+    # torch refuses to see no bytes as a wider dtype.
     if not array.size:
         return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
@@ -262,6 +264,7 @@ def unify_nans(data: Any, dtype: str) -> bool:
     """
     import numpy as np
 
+    # Of float16: 2 bytes, 0x8000, 0x7c00 and 0x7e00.
     word, sign, infinity, nan = _nan_bits(dtype)
     bits = np.frombuffer(data, f"i{word}")
     # The bits of NaNs alone are greater than those of infinity. Two maxima are cheap, and hardly any tensor has a NaN.
@@ -302,6 +305,8 @@ def count_overflows(data: Any, source: str, target: str) -> int:
 
 def _magnitudes_below(bits: Any, limit: int, sign: int) -> bool:
     """Whether all floating numbers, given by their bits as signed integers, are smaller in magnitude than `limit`."""
+    # Without the sign, bits order floating numbers as integers. Positive numbers are the largest of signed integers,
+    # and negative ones, which have the highest bit, the largest of unsigned integers: no copy without it is made.
     return bool(bits.max(initial=0) < limit and bits.view(f"u{bits.itemsize}").max(initial=0) < limit + sign)
 
 
@@ -310,6 +315,7 @@ def _largest_finite(dtype: str, source: str) -> int:
     """Return the bits, in dtype `source`, of the largest finite number of `dtype`; those of infinity if it has none."""
     import numpy as np
 
+    # The number before infinity, or before NaN in a dtype without infinity
     bits = np.array([_nan_bits(dtype).infinity - 1], f"i{ITEMSIZE[dtype]}")
     with np.errstate(all="ignore"):
         wide = bits.view(numpy_dtype(dtype)).astype(np.float64).astype(numpy_dtype(source))
@@ -426,6 +432,7 @@ def collector_paused() -> Iterator[None]:
     If the blocks of several threads overlap, the end of the block that began first resumes the collector, even while
     others still run.
     """
+    # A user may have disabled it for the whole job.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -521,6 +528,7 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         first = last = tensor.__array_interface__["data"][0]
         if not tensor.size:
             return first, first
+        # The address is that of element [0, 0, ...]: along a dim of negative stride all others lie before it.
         for size, stride in zip(tensor.shape, tensor.strides, strict=True):
             first += min(0, stride * (size - 1))
             last += max(0, stride * (size - 1))
@@ -535,7 +543,8 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
         advice = ': the module\'s to_empty(device="cpu") gives it memory to load into' if tensor.is_meta else ""
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one{advice}", name=name)
-    span = tensor.numel()  # elements from the first to the last one
+    # Elements from the first to the last one; torch has no negative strides.
+    span = tensor.numel()
     if not span:
         return 0, 0
     if not tensor.is_contiguous():
@@ -543,6 +552,7 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             span += (size - 1) * stride
     address = tensor.data_ptr()
+    # A subclass, as of torchao, that keeps its values in other tensors has no memory itself.
     if hasattr(tensor, "__tensor_flatten__") and not address:
         parts, _ = tensor.__tensor_flatten__()
         kind = f"{type(tensor).__module__.partition('.')[0]}'s {type(tensor).__name__}"
@@ -566,6 +576,7 @@ def check_writable(tensor: TensorLike, name: str | None = None) -> None:
             raise InvalidArgumentError("this array is read-only and cannot be filled", name=name)
         if tensor.flags.contiguous:
             return
+        # numpy's strides are in bytes and need not be multiples of the item's size: its bytes are one dim more.
         overlaps = _overlaps((*shape, tensor.itemsize), (*tensor.strides, 1))
     else:
         if tensor.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
@@ -581,6 +592,7 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a strided tensor share memory."""
     if 0 in shape:
         return False
+    # A dim of size 1 has any stride. Where each stride is beyond all that lies within it, no two elements meet.
     dims = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
     span = 1  # the distance from the first to the last element, over the dims seen so far
     is_clear = True
@@ -593,9 +605,11 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
         return False
     import numpy as np
 
-    marks = np.zeros(span, np.bool_)  # interlocking dims need not share memory: mark each element that is used
-    np.lib.stride_tricks.as_strided(marks, [size for _, size in dims], [stride for stride, _ in dims])[...] = True
-    return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
+    # Dims may interlock and not share memory, as shape (2, 2) of strides (3, 2): 0, 2, 3, 5. Mark what each one uses.
+    marks = np.zeros(span, np.bool_)
+    sizes = [size for _, size in dims]
+    np.lib.stride_tricks.as_strided(marks, sizes, [stride for stride, _ in dims])[...] = True
+    return int(np.count_nonzero(marks)) < math.prod(sizes)
 
 
 def as_torch(array: Any) -> Any:
@@ -606,6 +620,7 @@ def as_torch(array: Any) -> Any:
     if name not in DTYPE_NAMES or not array.dtype.isnative:
         shown = array.dtype.str if array.dtype.isbuiltin else array.dtype
         raise UnsupportedError(f"arrays of {shown} cannot be exchanged")
+    # 1: of numpy itself; 2: registered by another package, here ml_dtypes
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, name))
@@ -617,6 +632,7 @@ def as_numpy(tensor: Any) -> Any:
 
     name = name_of_dtype(tensor.dtype)
     assert name is not None  # `memory_of` has accepted it
+    # torch knows no dtypes of ml_dtypes: it gives integers of the same size, which numpy then sees as the dtype.
     if name != "BF16" and not name.startswith("F8") and name not in PACKED:
         return tensor.numpy()
     return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
@@ -687,6 +703,7 @@ def overlapping(memories: Iterable[TensorMemory]) -> list[list[int]]:
     for number, memory in enumerate(memories):
         if memory.begin < memory.end:
             spans.append((memory.device, memory.begin, memory.end, number))
+    # In order of address, a tensor overlaps one before it if it begins before the last end so far.
     spans.sort()
     groups: list[list[int]] = [[]]
     last_device, last_end = "", 0
@@ -702,8 +719,10 @@ def overlapping(memories: Iterable[TensorMemory]) -> list[list[int]]:
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
     """Return a key that tied tensors share: memory, dtype, shape and strides. None if the tensor has no memory."""
     if is_array(tensor):
-        where = tensor.__array_interface__["data"][0]
-        return (where, tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
+        if not tensor.size:
+            return None
+        return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype
+    # Of all that have no memory, the address is 0.
     if not tensor.numel() or not tensor.data_ptr():
         return None
     seen_as = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
