@@ -26,6 +26,8 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "PACKED",
+    "Array",
+    "ByteMemory",
     "DType",
     "TensorKindT",
     "TensorLike",
@@ -73,14 +75,17 @@ __all__ = [
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
+Array: TypeAlias = "np.ndarray[Any, Any]"
 # A dense tensor as callers give it.
-TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+TensorLike: TypeAlias = "torch.Tensor | Array"
+# Memory that holds the bytes of a tensor.
+ByteMemory: TypeAlias = "bytes | bytearray | memoryview | Array"
 # For annotations in packages that never import torch.
 TorchTensor: TypeAlias = "torch.Tensor"
 # For a function that returns the very tensor it was given, so that a Parameter stays a Parameter.
-TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
+TensorT = TypeVar("TensorT", bound="TensorLike")
 # For a function that returns new tensors of the kind it was given: torch tensors or arrays.
-TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
+TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "Array")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
 # C128 is our own name: safetensors has none for it, so files store it as pairs of F64. For a packed dtype these are the
@@ -197,18 +202,19 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 @functools.cache
-def torch_dtype(dtype: str) -> Any:
+def torch_dtype(dtype: str) -> torch.dtype:
     """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
 
     for long_name, name in _TORCH_NAMES.items():
         # Older releases of torch lack the newest dtypes.
         if name == dtype and hasattr(torch, long_name):
-            return getattr(torch, long_name)
+            dtype_of_torch: torch.dtype = getattr(torch, long_name)
+            return dtype_of_torch
     raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
 
 
-def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_over(data: ByteMemory, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return an array of `dtype` over `data` (a buffer or a uint8 array), sharing its memory."""
     import numpy as np
 
@@ -216,14 +222,14 @@ def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return flat.view(numpy_dtype(dtype)).reshape(shape)
 
 
-def elements(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def elements(data: ByteMemory, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return `data` as an array of integers of the dtype's size, for copying and not for arithmetic."""
     import numpy as np
 
     return np.frombuffer(data, dtype=np.dtype(_WORD[ITEMSIZE[dtype]])).reshape(shape)
 
 
-def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:
+def from_bytes(data: ByteMemory, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> TensorLike:
     """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
     if as_numpy:
         return array_over(data, dtype, shape)
@@ -240,7 +246,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
 # Casts between floating dtypes: files and replicas are compared by their bits, so numpy and torch must give the same
 
 
-def converted(array: Any, dtype: str) -> tuple[Any, int]:
+def converted(array: Array, dtype: str) -> tuple[Array, int]:
     """Cast `array` to another floating dtype, in C order, with the same bits as torch's `to` and `unify_nans`.
 
     Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. Numbers out of
@@ -256,7 +262,7 @@ def converted(array: Any, dtype: str) -> tuple[Any, int]:
     return cast, 0 if is_finite else num_overflows(array, cast)
 
 
-def unify_nans(data: Any, dtype: str) -> bool:
+def unify_nans(data: ByteMemory, dtype: str) -> bool:
     """Replace all NaNs in `data`, the bytes of a floating dtype, by one: positive, quiet, without payload.
 
     Casting a NaN gives different bits in torch, depending on the processor and on strides, and others in numpy.
@@ -274,7 +280,7 @@ def unify_nans(data: Any, dtype: str) -> bool:
     return False
 
 
-def all_finite(data: Any, dtype: str) -> bool:
+def all_finite(data: ByteMemory, dtype: str) -> bool:
     """Whether `data`, the bytes of a floating dtype, has neither NaN nor an infinite element."""
     import numpy as np
 
@@ -292,7 +298,7 @@ def num_overflows(source: Any, cast: Any) -> int:
         return int(np.isinf(cast).sum()) - int(np.isinf(source).sum())
 
 
-def count_overflows(data: Any, source: str, target: str) -> int:
+def count_overflows(data: ByteMemory, source: str, target: str) -> int:
     """Return how many finite elements of `data`, the bytes of dtype `source`, a cast to `target` makes infinite."""
     import numpy as np
 
@@ -303,7 +309,7 @@ def count_overflows(data: Any, source: str, target: str) -> int:
     return converted(bits.view(numpy_dtype(source)), target)[1]
 
 
-def _magnitudes_below(bits: Any, limit: int, sign: int) -> bool:
+def _magnitudes_below(bits: Array, limit: int, sign: int) -> bool:
     """Whether all floating numbers, given by their bits as signed integers, are smaller in magnitude than `limit`."""
     # Without the sign, bits order floating numbers as integers. Positive numbers are the largest of signed integers,
     # and negative ones, which have the highest bit, the largest of unsigned integers: no copy without it is made.
@@ -322,7 +328,7 @@ def _largest_finite(dtype: str, source: str) -> int:
     return int(wide.view(f"i{ITEMSIZE[source]}")[0])
 
 
-def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
+def nonfinite(data: ByteMemory, dtype: str) -> tuple[Array, Array] | None:
     """Return masks of the NaNs and of the infinite elements in `data`; None, after a fast test, if there are none.
 
     A complex number is NaN if one of its parts is, else infinite if one of them is. `data` are the bytes of the dtype.
@@ -398,7 +404,7 @@ def is_dtensor(value: object) -> bool:
     return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
     if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # the attribute first: most have none
         return False
@@ -612,7 +618,7 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return int(np.count_nonzero(marks)) < math.prod(sizes)
 
 
-def as_torch(array: Any) -> Any:
+def as_torch(array: Array) -> torch.Tensor:
     """Return a torch tensor over a dense array in C order; raise UnsupportedError if torch lacks the dtype."""
     import torch
 
@@ -626,7 +632,7 @@ def as_torch(array: Any) -> Any:
     return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, name))
 
 
-def as_numpy(tensor: Any) -> Any:
+def as_numpy(tensor: torch.Tensor) -> Array:
     """Return an array over the memory of a torch tensor on the host."""
     import torch
 

@@ -143,7 +143,7 @@ class TensorChecks:
             self._checks.clear()
         self._nan, self._inf = _Special(), _Special()
         self._boxes: dict[Box, StoredBox] = {}
-        self._value: bytes | None = None  # of the first element
+        self._value = b""  # of the first element
         self._is_equal = True
         self._is_zero = True
 
@@ -164,7 +164,7 @@ class TensorChecks:
         if stored_box.stored.strides is None:  # else the bytes do not come in the order of the file
             stored_box.find_runs(data)
         octets, itemsize = np.frombuffer(data, np.uint8), ITEMSIZE[self._dtype]
-        if self._value is None:
+        if not self._value:
             self._value = bytes(data[:itemsize])
         if self._is_equal:
             is_first = bytes(data[:itemsize]) == self._value
