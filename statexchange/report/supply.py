@@ -13,7 +13,7 @@ from statexchange.formats.source import KINDS_WITH_RANKS, SourceKind
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour, title_of
 from statexchange.report.tensor_facts import tensor_rows
 from statexchange.sharding.shards import Box, full_box
-from statexchange.tensors import ITEMSIZE, element_shape
+from statexchange.tensors import ITEMSIZE, element_shape, group_shape
 from statexchange.units import format_bytes, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
@@ -103,10 +103,13 @@ def supply_of(source: Source) -> Supply:
         for row in tensor_rows(source):
             if row.holders:
                 continue
-            if row.shape is None or row.dtype not in ITEMSIZE:
+            shape = None
+            if row.shape is not None and row.dtype in ITEMSIZE:
+                shape = group_shape(row.dtype, row.shape)
+            if shape is None:
                 unknown.append(row.name)
             else:
-                tensors.append(Supplied(row.name, row.dtype, row.shape, ()))
+                tensors.append(Supplied(row.name, row.dtype, shape, ()))
         if not has_ranks:
             # Several files may have one `rank`, as those of the parts of a directory such as verl's.
             files = {number: source.path_below(shard_file) for number, shard_file in enumerate(source.files)}
