@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "format_bytes",
@@ -18,6 +18,7 @@ __all__ = [
     "format_shares",
     "format_time",
     "format_transfer",
+    "name_ranks",
     "printable",
     "shortened",
 ]
@@ -112,6 +113,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     for low, high in runs:
         texts.append(str(low) if low == high else f"{low}-{high}")
     return ", ".join(texts)
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return what to call ranks: ``rank 3``, or ``ranks 0-3, 7``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
 
 
 def printable(text: str) -> str:

@@ -31,6 +31,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
+        # Only the one that runs: each imports what it needs, and some need numpy.
         command: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
         command.name = cmd_name
         return command
@@ -70,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its exit code."""
     output = Output(closed=_open_closed_streams())
     code = _run(output, sys.argv[1:] if arguments is None else arguments)
-    sys.exit(code if output.close() else EXIT_CODES["IO"])
+    # A full disk may only show when the last of the output is flushed.
+    if not output.close():
+        code = EXIT_CODES["IO"]
+    sys.exit(code)
 
 
 def _open_closed_streams() -> OSError | None:
@@ -89,7 +93,9 @@ def _open_closed_streams() -> OSError | None:
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if fd in closed:
             setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (stays open until the process ends)
-    return OSError(errno.EBADF, os.strerror(errno.EBADF)) if 1 in closed else None
+    if 1 in closed:
+        return OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return None
 
 
 def _run(output: Output, arguments: Sequence[str]) -> int:
@@ -99,6 +105,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
     except click.Abort:
         return EXIT_CODES["INTERRUPTED"]
     except click.ClickException as error:
+        # The command has not begun, which would have set the format.
         output.format = requested_format(arguments)
         return _refuse_usage(output, error)
     except Exception as error:  # noqa: BLE001 (what ends the program is an exit code)
@@ -106,6 +113,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    path = context.command_path if context is not None else "statexchange"
+    path = "statexchange"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        path = error.ctx.command_path
     return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")
