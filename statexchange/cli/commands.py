@@ -128,6 +128,7 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
         @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
         @functools.wraps(function)
         def run(output: Output, paths: tuple[str, ...], **options: Any) -> int:
+            # One broken checkpoint of many is no reason not to look at the rest.
             def look(path: str) -> int:
                 try:
                     return function(output, path, **options)
@@ -172,6 +173,7 @@ def listing_at(path: str, **options: object) -> str | None:
 
 def refuse_other_ranks() -> None:
     """Raise UnsafeError on every rank of a launcher but rank 0: all would write the same files."""
+    # As in `srun statexchange merge ...`, or from a job's script that every rank runs.
     launch = settings.detect_launch()
     if launch.world_size > 1 and launch.rank != 0:
         raise UnsafeError(

@@ -79,6 +79,7 @@ class _DemoProgress:
             self._draw(event["path"])
 
     def _show_status(self, text: str) -> None:
+        # In place of the last line on a terminal, as a line of its own anywhere else
         if not self._output.live(text):
             self._output.message(text)
 

@@ -110,5 +110,6 @@ def _bar(output: Output, values: ValueDiff | None) -> str:
     """Return a bar by the relative difference, on a logarithmic scale; "" without one, as of NaN alone."""
     if values is None or not values.relative_l2:
         return ""
+    # 1e-10 and less is one character, so that a difference is always seen.
     decades = max(0.0, _DECADES + math.log10(min(values.relative_l2, 1.0)))
     return output.bar(max(1, round(_BAR * decades / _DECADES)))

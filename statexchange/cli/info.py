@@ -53,9 +53,11 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize
 
+    # --depth alone asks for the tree, too.
     if depth is None and tree:
         depth = _DEPTH
     if holds_saves(path):
+        # A job's saves are many checkpoints.
         if picture is not None or depth is not None:
             text = "--svg and --tree show one checkpoint, and this directory has saves: name one of them"
             raise InvalidArgumentError(text, path=path)

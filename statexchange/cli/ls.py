@@ -63,6 +63,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         return _list_saves(output, path)
     if rounds:
         return _list_rounds(output, path)
+    # What is broken or missing is a warning; the rest is listed.
     source = open_source(path, strict=False)
     rows = tensor_rows(source)
     if include:

@@ -44,6 +44,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click's own message suggests nothing.
         if args[0][:1] != "-" and args[0] not in COMMANDS:
             raise click.UsageError(f"No such command {args[0]!r}{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
@@ -84,12 +85,14 @@ def _open_closed_streams() -> OSError | None:
     libraries write to that stream.
     """
     closed = []
+    # In this order, as `open` takes the lowest free number.
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
+            os.open(os.devnull, os.O_RDWR)
             closed.append(fd)
+    # Python has set them to None when it started without their descriptors.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if fd in closed:
             setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (stays open until the process ends)
@@ -100,6 +103,7 @@ def _open_closed_streams() -> OSError | None:
 
 def _run(output: Output, arguments: Sequence[str]) -> int:
     try:
+        # Not standalone: click would print errors and exit by its own codes.
         code = cli.main(list(arguments), prog_name="statexchange", obj=output, standalone_mode=False)
         return int(code or 0)
     except click.Abort:

@@ -74,6 +74,7 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
         options["files_from"] = None
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, path, **options, on_progress=progress)
+    # What was left out or differs: nobody may look at the result again.
     output.warnings(report.notes)
     _show(output, report)
     fields = fields_of(report)
@@ -94,6 +95,7 @@ def _show(output: Output, report: MergeReport) -> None:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for name in report.reused:
         output.line(f"  {name} was reused from an interrupted merge")
+    # A dry run has the plan of each tensor; after a merge `ls` shows the result.
     rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
         output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows, drop=("SHAPE", "DTYPE"))

@@ -50,6 +50,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
             what = {"*": "all tensors"}.get(pattern, pattern)
             raise click.BadParameter(f"{by_pattern[pattern]} and {dtype} are both for {what}", context, parameter)
         by_pattern[pattern] = dtype
+    # Last, whatever the order on the command line
     if "*" in by_pattern:
         by_pattern["*"] = by_pattern.pop("*")
     return by_pattern or None
@@ -67,6 +68,7 @@ def option(name: str, *short: str, **changes: object) -> Callable[[F], F]:
         short: its short form, as "-i".
         changes: what this command shows in another way than the field says, such as `help`.
     """
+    # One source of names, helps and defaults: the record of the public call says them for the command, too.
     default = _FIELDS[name].default
     shown = {**_FIELDS[name].metadata["shown"], **changes}
     if "choices" in shown:

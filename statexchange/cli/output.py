@@ -183,6 +183,7 @@ class Output:
 
     def warning(self, text: str) -> None:
         """Write a warning to stderr, or keep it for the JSON output."""
+        # JSON has them beside the data, and quiet programs still get them.
         self._warnings.append(text)
         if self.human and not self.quiet:
             self._marked("warning:", _YELLOW, text)
@@ -277,6 +278,7 @@ class Output:
 
     def fail(self, error: BaseException, code: str, hint: str | None = None, *, trace: str = "") -> int:
         """Report the error that ended the command, after a traceback if there is one, and return the exit code."""
+        # Also in JSON mode: on stderr, where it does not break the output.
         for line in trace.splitlines():
             self._write(sys.stderr, printable(line))
         if not self.human:

@@ -36,6 +36,7 @@ class LiveLine:
 
     def show(self, text: Callable[[float], str]) -> None:
         """Show what `text` returns for the seconds since the start, at most every 0.1 s; cheap otherwise."""
+        # Called for each window that is read: between two lines it only looks at the clock.
         now = time.monotonic()
         if now < self._next_live:
             return

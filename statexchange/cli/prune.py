@@ -70,12 +70,14 @@ def command(
     from statexchange.storage.versions import holds_versions
 
     commands.refuse_other_ranks()
+    # Versions have no steps and no metrics.
     if holds_versions(path):
         if keep_every is not None or best is not None:
             raise click.UsageError("--keep-every and --best are for saves, and PATH has versions")
         return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
+    # Broken saves were not removed: somebody may want to rescue what they have.
     output.warnings(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}

@@ -73,7 +73,8 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     try:
         with Progress(output, "verify") as progress:
             report = verify(path, checks=checks, against=against, on_progress=progress)
-    except (CorruptError, IncompleteError) as error:  # it cannot even be opened
+    except (CorruptError, IncompleteError) as error:
+        # It cannot even be opened: the finding of one problem, with the same exit code as a problem that was found.
         return _finding_alone(output, error)
     output.warnings(report.notes)
     _show(output, report, checks, time.perf_counter() - began)
@@ -151,8 +152,10 @@ def _unproven_text(report: VerifyReport) -> str:
 
 
 def _show_hub(output: Output, hub: HubComparison) -> None:
+    # Named, as "the hash of the download agrees" would be taken for all files.
     for name in hub.not_covered:
         output.line(f"NOT COVERED  the download has no hash of {name}")
+    # A download that was resumed after the repository had changed
     if len(hub.commits) > 1:
         output.warning(f"the files were downloaded from {len(hub.commits):,} commits: {', '.join(hub.commits)}")
     are_equal = "file has the hash" if len(hub.equal) == 1 else "files have the hashes"
