@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -201,8 +202,9 @@ def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for part in parts:
         of_section = names.setdefault(part.section or "parts", [])
+        refusal = " (cannot be read)" if part.refusal else ""
         for name in part.names:
-            of_section.append(f"{name} (cannot be read)" if part.refusal else name)
+            of_section.append(name + refusal)
     fields = []
     for section, of_section in names.items():
         text = ", ".join(of_section[:_MAX_NAMES])
@@ -220,7 +222,7 @@ def _summarize_saves(output: Output, path: str) -> int:
     report = list_saves(path)
     output.warnings(report.warnings)
     newest, newest_record = None, None
-    steps = [row.step for row in report.saves]
+    steps = list(map(attrgetter("step"), report.saves))
     count = f"{len(steps):,}"
     if steps:
         count += f": steps {steps_text(steps)}"

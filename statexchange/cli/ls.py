@@ -123,8 +123,9 @@ def _list_rounds(output: Output, path: str) -> int:
 
 
 def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
-    # The name of a file that is being written does not show its rank.
-    rank = "-" if row.rank is None else str(row.rank)
+    rank = "-"  # the name of a file that is being written does not show its rank
+    if row.rank is not None:
+        rank = str(row.rank)
     return row.run, str(row.round), rank, output.time(row.written), output.size(row.nbytes), row.state
 
 

@@ -266,8 +266,10 @@ class Output:
         if total:
             self._show_total(paths, codes, total)
         code = min(map(_CODES.__getitem__, codes), key=_MOST_SEVERE_FIRST.index)
-        counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
-        return self.finish(counts if self.format == "jsonl" else self._records, code=code)
+        data: Row | list[Row] = self._records
+        if self.format == "jsonl":  # the records are written
+            data = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
+        return self.finish(data, code=code)
 
     def _show_total(self, paths: Sequence[str], codes: Sequence[int], total: str) -> None:
         self.line()

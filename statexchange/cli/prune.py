@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -97,7 +98,7 @@ def _prune_versions(output: Output, path: str, keep: int, *, is_dry_run: bool) -
             nbytes += row.nbytes
     output.table(_VERSIONS_HEADER, cells, right=_VERSIONS_HEADER[1:3])
     if output.human:
-        counts = Counter(row.action for row in rows)
+        counts = Counter(map(attrgetter("action"), rows))
         removed = format_number(counts["removed"], "version")
         output.message(f"removed {removed}, {format_bytes(nbytes)}; {counts['retired']:,} retired")
     data = {"path": without_secrets(path), "dry_run": is_dry_run, "nbytes": nbytes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -66,7 +67,7 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
             for row in scan(path, on_directory=count):
                 rows.append(row)  # one by one, as `count` shows their number
     # What --only leaves out is counted, and decides the exit code.
-    statuses = Counter(row.status for row in rows)
+    statuses = Counter(map(attrgetter("status"), rows))
     shown = [row for row in rows if only in (None, row.status)]
     if sort != "path":
         shown.sort(key=_KEYS[sort])

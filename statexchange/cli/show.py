@@ -120,7 +120,7 @@ def _of_rank(source: Source, rank: int) -> Source:
     if not files:
         holders = "no rank has one"
         if source.files:
-            holders = f"these ranks have: {format_ranks(shard_file.rank for shard_file in source.files)}"
+            holders = f"these ranks have: {format_ranks(map(attrgetter('rank'), source.files))}"
         raise NotFoundError(f"rank {rank} has no file here; {holders}", path=source.path)
     configs = {}
     if rank in source.configs:
@@ -454,7 +454,9 @@ def _write_statistics(output: Output, statistics: ValueStatistics, facts: Tensor
             fields.append((key, "0"))
             continue
         share = count / statistics.num_elements
-        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+        percent = "less than 0.1%"
+        if share >= 0.001:
+            percent = f"{share:.1%}"
         fields.append((key, f"{count:,} ({percent})"))
     output.line()
     output.fields(fields)

@@ -169,6 +169,7 @@ def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
+    num_whole = 0
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
         verify_listed = verify_saves if kind == "saves" else verify_versions
@@ -189,10 +190,10 @@ def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]
             for key in ("num_tensors", "num_boxes", "nbytes"):
                 # 0 would be a number of what was read.
                 record[key] = getattr(report, key) if report.is_read else None
-            code, findings_here = worst_code(report.findings), _records(report.findings)
-            records.append({**record, "code": code, "findings": findings_here})
-    # Copies that differ, and odd values, are findings in a save that is whole.
-    num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
+            code = worst_code(report.findings)
+            records.append({**record, "code": code, "findings": _records(report.findings)})
+            # Copies that differ, and odd values, are findings in a save that is whole.
+            num_whole += code in ("OK", "FINDINGS")
     output.line(f"{num_whole:,} of {len(records):,} {kind} are whole")
     data = {"path": without_secrets(path), "kind": kind, f"num_{kind}": len(records), "num_whole": num_whole}
     return output.finish(data, rows=(kind, records), problems=findings)

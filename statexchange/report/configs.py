@@ -76,8 +76,9 @@ def config_facts(text: str, path: str, budget: Budget) -> ConfigFacts:
         return ConfigFacts(None, None)
     name = config.get("__name__")
     # The name stands among the fields, and is none. A mapping of the user may have any value under this key.
-    is_typed = isinstance(name, str)
-    return ConfigFacts(len(config) - is_typed, name if is_typed else None)
+    if isinstance(name, str):
+        return ConfigFacts(len(config) - 1, name)
+    return ConfigFacts(len(config), None)
 
 
 def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:

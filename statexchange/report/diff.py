@@ -298,7 +298,7 @@ class _Comparison:
 
     def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
         if not self._are_equal_runs(names):
-            return [self._compare(name) for name in names]
+            return list(map(self._compare, names))
         return [self._result(name, "equal", "bytes") for name in names]
 
     def _are_equal_runs(self, names: Sequence[str]) -> bool:
@@ -358,17 +358,17 @@ class _Comparison:
     def _pairs(self, a: TensorPlan, b: TensorPlan) -> Iterator[tuple[Box, memoryview, memoryview]]:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
         memory_a, memory_b = self._memory.sides
-        sides = (self._a.source, a), (self._b.source, b)
-        reader_a, reader_b = readers = [TensorReader(*side, always_digest=False) for side in sides]
-        itemsize = max(reader.itemsize for reader in readers)
+        reader_a = TensorReader(self._a.source, a, always_digest=False)
+        reader_b = TensorReader(self._b.source, b, always_digest=False)
+        itemsize = max(reader_a.itemsize, reader_b.itemsize)
         windows_a = reader_a.windows(memory_a, itemsize)
         windows_b = reader_b.windows(memory_b, itemsize)
         # Both are cut into windows for the larger item, so that they have the same ones.
         for (window, data_a), (_, data_b) in zip(windows_a, windows_b, strict=True):
             self._count(len(data_a) + len(data_b))
             yield window, data_a, data_b
-        for reader in readers:
-            reader.check()
+        reader_a.check()
+        reader_b.check()
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that were read."""

@@ -143,7 +143,9 @@ def compare_with_cache(
 def _blob(folder: Store, name: str) -> str | None:
     """Return the hash in the name of the blob of a cache to which a file is a link; None for anything else."""
     match = _BLOB.fullmatch(folder.link_target(os.path.basename(name)) or "")
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def _files_at(opened: OpenedPath) -> dict[str, Store]:

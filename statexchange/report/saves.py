@@ -96,10 +96,10 @@ class SavesReport:
     @property
     def warnings(self) -> list[str]:
         """The problems as text, the first few of each save: a save of many ranks may have lost all its files."""
-        texts = []
+        texts: list[str] = []
         # Each save for itself, so that a badly broken one does not hide the others.
         for row in self.saves:
-            texts += [str(problem) for problem in row.problems[:_MAX_SHOWN]]
+            texts += map(str, row.problems[:_MAX_SHOWN])
             if len(row.problems) > _MAX_SHOWN:
                 texts.append(f"{len(row.problems) - _MAX_SHOWN:,} more problems [{row.path}]")
         return texts
@@ -166,4 +166,6 @@ def _unfinished_state(build: UnfinishedBuild) -> str:
         doing = "removed" if build.is_removal else "saved"
         return f"being {doing} by {build.owner.pid} on {build.owner.host}"
     state = "killed" if build.state == "dead" else "unfinished"
-    return f"{state} removal" if build.is_removal else state
+    if build.is_removal:
+        state += " removal"
+    return state

@@ -216,7 +216,9 @@ def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow |
         with contextlib.suppress(StateExchangeError):
             store = metadata_store(probed.opened.store)
             if store is not None:
-                names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
+                for name in store.files:
+                    if name.endswith(UNFINISHED_DOWNLOAD):
+                        names.append(name)
     if not names:
         return row
     verdict = "UNFINISHED DOWNLOAD"
@@ -284,8 +286,10 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
         is_listing = all(os.path.basename(name).startswith(".") or name.endswith(".json") for name in missing)
         word = "NO" if is_listing else "MISSING"
         parts.append(f"{word} {abbreviated_names(list(missing), _SHOWN_FILES)}")
-    if shares:
-        parts.append("TRUNCATED" + (shares[0] if len(shares) == 1 else f": {len(shares)} files"))
+    if len(shares) == 1:
+        parts.append(f"TRUNCATED{shares[0]}")
+    elif shares:
+        parts.append(f"TRUNCATED: {len(shares)} files")
     return "; ".join([*parts, *list(reasons)[:1]])
 
 

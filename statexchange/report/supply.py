@@ -302,7 +302,10 @@ class _Picture:
         missing = self._supply.nbytes - self._total.total()
         if missing > 0:
             entries.append((NOT_THERE, self._entry("not supplied", missing)))
-        self._drawing.legend(entries, _COLUMNS_OF_FILES if self._supply.files else _COLUMNS)
+        columns = _COLUMNS
+        if self._supply.files:  # whose names are long
+            columns = _COLUMNS_OF_FILES
+        self._drawing.legend(entries, columns)
 
     def _entry(self, label: str, nbytes: int) -> str:
         share = nbytes / max(1, self._supply.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
@@ -107,7 +108,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
 
 def known_bytes(rows: Iterable[TensorRow]) -> int:
     """Return the sum of the bytes of tensors, without tensors whose size is not known."""
-    return sum(row.nbytes or 0 for row in rows)
+    return sum(filter(None, map(attrgetter("nbytes"), rows)))
 
 
 def aliases_of(source: Source) -> dict[str, str]:
@@ -421,7 +422,9 @@ def _node(name: str, path: str, branch: Branch, num_alike: int) -> ModuleNode:
         last = part
     children = []
     for run in runs:
-        shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
+        shown = run[0]
+        if len(run) > 1:
+            shown = f"{run[0]}..{run[-1]}"
         below = f"{path}.{shown}".removeprefix(".")
         children.append(_node(shown, below, modules[run[0]], num_alike * len(run)))
     return ModuleNode(

@@ -272,7 +272,9 @@ def _tooltip(node: _Node, numel: int) -> str:
         return f"{node.name or _NO_NAME}\n{node.row.dtype} {format_shape(node.row.shape)}, {size}"
     kind = "small tensors" if node.is_rest else "tensors"
     text = f"{node.num_tensors:,} {kind}, {size}"
-    return f"{node.name}\n{text}" if node.name else text
+    if node.name:
+        return f"{node.name}\n{text}"
+    return text
 
 
 def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:
@@ -301,4 +303,6 @@ def _fitting(texts: Sequence[str], width: float) -> str:
     for text in texts:
         if text_width(text, _FONT) <= width:
             return shortened(text, columns)
-    return shortened(texts[-1], columns) if columns >= _MIN_LABEL else ""
+    if columns < _MIN_LABEL:
+        return ""
+    return shortened(texts[-1], columns)

@@ -222,8 +222,10 @@ class TensorChecks:
             # All runs of a box are one finding: a server that was full may have lost thousands of pages.
             if runs:
                 nbytes = sum(end - begin for begin, end in runs)
-                parts = f" in {len(runs):,} parts" if len(runs) > 1 else ""
-                text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
+                text = f"{nbytes:,} bytes"
+                if len(runs) > 1:
+                    text += f" in {len(runs):,} parts"
+                text += " are zero, from a page of the file to another"
                 yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
     def _whole(self, check: Check, value: str, whole: Box) -> ValueFindingError:
@@ -295,7 +297,9 @@ class TensorChecks:
 
     def _value_text(self) -> str:
         value = array_over(self._value, self._dtype, (1,))[0]
-        return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
+        if self._dtype.startswith("C"):
+            return f"{complex(value):.6g}"
+        return f"{float(value):.6g}"
 
     def _finding(
         self,
@@ -307,6 +311,8 @@ class TensorChecks:
         region: Box | None = None,
     ) -> ValueFindingError:
         """Return a finding, of the whole tensor unless it is of a region."""
-        shown = element_box(self._dtype, full_box(self._shape) if region is None else region)
+        if region is None:
+            region = full_box(self._shape)
+        shown = element_box(self._dtype, region)
         about = {"name": self._name, "path": where.stored.path, "rank": where.rank}
         return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)

@@ -188,7 +188,9 @@ class _Check:
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
-        rank = self._source.files[number].rank if self._source.has_ranks else None
+        rank = None
+        if self._source.has_ranks:
+            rank = self._source.files[number].rank
         checked = None
         if self._checks:
             # Files that disagree on dtype or shape, which is another finding, are checked each by itself.
@@ -223,8 +225,9 @@ class _Check:
                     digest = known_digest(self._source, self._computed, name, number, index)
                     if digest is not None:
                         of_boxes.append(digest)
-                is_known = name not in digests and len(of_boxes) == len(tensor.byte_ranges)
-                digests[name] = of_boxes if is_known else []
+                if name in digests or len(of_boxes) < len(tensor.byte_ranges):
+                    of_boxes = []
+                digests[name] = of_boxes
         return digests
 
     def _count(self, nbytes: int) -> None:
