@@ -7,7 +7,6 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 __all__ = [
     "Owner",
@@ -151,7 +150,7 @@ class Owner:
         return _owner(os.getpid())
 
     @classmethod
-    def from_json(cls, raw: Any) -> Owner:
+    def from_json(cls, raw: object) -> Owner:
         """Return the record that `to_json` encoded; raise ValueError for anything else."""
         if not isinstance(raw, dict) or raw.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("not an owner record")
@@ -162,7 +161,7 @@ class Owner:
             raise ValueError("not an owner record")
         return cls(**raw)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the record as a JSON object."""
         return asdict(self)
 

@@ -29,6 +29,7 @@ from statexchange.exchange.export import export_checkpoint
 from statexchange.integrations.random import RandomState
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerControl, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
@@ -85,9 +86,9 @@ class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002 (the signature of an event)
         *,
-        model: Any,
-        processing_class: Any = None,
-        **kwargs: Any,  # noqa: ARG002
+        model: torch.nn.Module,
+        processing_class: object = None,
+        **kwargs: object,  # noqa: ARG002
     ) -> None:
         """Export. Collective; Trainer calls it."""
         name = f"checkpoint-{state.global_step}"
@@ -144,7 +145,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     """
 
     def __init__(
-        self, *args: Any, saves: Checkpoints | str | os.PathLike[str], background: bool = False, **kwargs: Any
+        self, *args: object, saves: Checkpoints | str | os.PathLike[str], background: bool = False, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
@@ -175,7 +176,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, from the newest save or from the start. Collective.
@@ -221,7 +222,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
 
     # Methods that Trainer calls
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (self.model is the one without wrappers)
+    def _save_checkpoint(self, model: object, trial: object) -> None:  # noqa: ARG002 (self.model is the one without wrappers)
         step = self.state.global_step
         if step == self._saved_step:  # a step that ends an epoch may be saved for both
             return
@@ -241,7 +242,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
             self.saves.save(state, step, metrics=metrics)
         self._saved_step = step
 
-    def _live_state(self, random: Any) -> dict[str, Any]:
+    def _live_state(self, random: RandomState) -> dict[str, object]:
         state = {
             "model": self.model,
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # accelerate wraps it
@@ -251,7 +252,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         # The model is loaded together with the optimizer, which does not exist yet at Trainer's first call of this.
         if self._resumed_ranks is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -301,7 +302,7 @@ class _SaveWhenDue(TrainerCallback):  # type: ignore[misc]  # transformers is no
         args: TrainingArguments,  # noqa: ARG002 (the signature of an event)
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> TrainerControl:
         # Added to what Trainer's schedule has decided: its own callback has run before.
         control.should_save |= self._saves.should_save(state.global_step)
@@ -309,7 +310,7 @@ class _SaveWhenDue(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return control
 
 
-def _logged_at(step: int, history: list[dict[str, Any]]) -> dict[str, float]:
+def _logged_at(step: int, history: list[dict[str, object]]) -> dict[str, float]:
     """Return the numbers that were logged at a step, by name."""
     numbers: dict[str, float] = {}
     for entry in history:
