@@ -40,6 +40,7 @@ def _host_memory_left() -> int:
     kibibytes = {line.split()[0]: int(line.split()[1]) for line in _lines("/proc/meminfo")}
     if not kibibytes:  # a sandbox without /proc
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # MemAvailable counts the file pages that can be dropped; the kernel swaps before it kills.
     return 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
 
 
@@ -50,13 +51,14 @@ def memory_headrooms(proc: str = "/proc/self") -> list[tuple[int, str]]:
     kernel drops them when it needs memory. Pages of tmpfs and shared memory do count, because it cannot drop them.
     `proc` is the process's directory in /proc.
     """
-    found = []
+    headrooms = []
     for version, mount, directory in _memory_cgroups(proc):
+        # A limit holds for all cgroups below together: the least headroom may be that of any ancestor.
         for ancestor in _up_to(mount, directory):
             nbytes = _headroom_of(ancestor, _FILES[version])
             if nbytes is not None:
-                found.append((nbytes, f"in the cgroup {ancestor}"))
-    return found
+                headrooms.append((nbytes, f"in the cgroup {ancestor}"))
+    return headrooms
 
 
 def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
@@ -66,14 +68,16 @@ def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
         fields, _, rest = line.partition(" - ")
         version, _, options = rest.partition(" ")
         words = fields.split()
+        # Version 1 has a hierarchy for each controller, which the last field of its mount names.
         counts_memory = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
         if not counts_memory or version not in paths:
             continue
         root, mount = map(unescape_mountinfo, words[3:5])
         path = os.path.relpath(paths[version], root)
         # In a container the mount may show only the container's cgroup, while /proc has a path from outside.
-        inside = path if not path.startswith("..") else "."
-        yield version, mount, os.path.normpath(os.path.join(mount, inside))
+        if path.startswith(".."):
+            path = "."
+        yield version, mount, os.path.normpath(os.path.join(mount, path))
 
 
 def unescape_mountinfo(text: str) -> str:
@@ -111,6 +115,7 @@ def _headroom_of(directory: str, files: _Files) -> int | None:
         with open(f"{directory}/{files.usage}", encoding="ascii") as file:
             usage = int(file.read())
         pages = dict(line.split() for line in _lines(f"{directory}/memory.stat"))
+        # The counters are read one after another, and the kernel updates them late: a difference may be negative.
         droppable = int(pages.get(files.file_pages, 0)) - int(pages.get(files.shmem, 0))
         return max(0, int(limit) - (usage - max(0, droppable)))
     except (OSError, ValueError):

@@ -120,6 +120,7 @@ def run_demo(
         losses = _train_until_killed(world_size, saved, steps, on_progress)
         args = (saved, merged, steps, _write_config(scratch))
         ranks = _run_ranks(min(world_size, _RESUMED_RANKS), args, on_progress)
+        # Now, as the files of a demo without `keep` do not outlive this block: the caller draws them.
         on_progress({"phase": "load", "path": merged})
         facts = ranks[0]["facts"]
         resumed = facts["resumed_step"]
@@ -183,6 +184,7 @@ def _train_until_killed(world_size: int, saved: str, steps: int, on_progress: On
         on_message=on_message,
         allow_failure=True,
     )
+    # A rank that failed earlier would be taken for one that was killed.
     if any(outcome.exit_code != -signal.SIGKILL for outcome in outcomes):
         text = f"the ranks of the demo's first job were to be killed, and ended otherwise:\n{outcomes}"
         raise RankFailure(text, outcomes=outcomes)
@@ -197,7 +199,7 @@ def _time_limit_s(steps: int) -> float:
 def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
     from statexchange.testing.ranks import run_ranks
 
-    found = run_ranks(
+    results = run_ranks(
         demo_rank,
         world_size,
         backend="gloo",
@@ -205,9 +207,9 @@ def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: On
         timeout_s=_time_limit_s(args[2]),
         on_message=lambda _rank, event: on_progress(event),
     )
-    if "refused" in found[0]:
-        raise from_record(found[0]["refused"])
-    return found
+    if "refused" in results[0]:
+        raise from_record(results[0]["refused"])
+    return results
 
 
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
@@ -218,6 +220,7 @@ def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
 
     model = Llama(LlamaConfig())
     state = _merged_tensors(merged)
+    # By torch and safetensors alone: what is proved is that other tools can read the checkpoint.
     model.load_state_dict(state)
     with _one_thread():
         whole, text = _logits(model), generate(model, _PROMPTS[0], _GENERATED_BYTES)
@@ -293,7 +296,10 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
 
     job = _Job(saved)
     loaded = job.saves.load(job.state)
-    resumed = 0 if loaded is None or loaded.step is None else loaded.step
+    # A demo of one step is killed before its first save.
+    resumed = 0
+    if loaded is not None and loaded.step is not None:
+        resumed = loaded.step
     model, mesh = job.model, job.mesh
     if mesh.get_rank() == 0:
         report({"phase": "resumed", "step": resumed, "ranks": mesh.size()})
@@ -301,7 +307,7 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     if mesh.get_rank() == 0:
         report({"phase": "export"})
     logits = _logits(model).tolist()
-    peak = _peak_bytes()
+    peak = _peak_bytes()  # after the logits, whose memory the export does not need
     try:
         exported = export_checkpoint(model, out_dir, files_from=config_dir)
     except StateExchangeError as error:  # the same on all ranks: the parent process raises it

@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = [
     "DATA_PARALLEL",
@@ -68,7 +69,7 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def huggingface_config(config: LlamaConfig) -> dict[str, Any]:
+def huggingface_config(config: LlamaConfig) -> dict[str, object]:
     """Return the content of the `config.json` with which transformers builds the same model. Not collective."""
     sizes = asdict(config)
     return {
@@ -194,7 +195,7 @@ def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def _tensor_parallel_plan() -> dict[str, Any]:
+def _tensor_parallel_plan() -> dict[str, ParallelStyle]:
     # Tuples, not sets: the order of the plan is that of its collectives, and a set's order differs between processes.
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
@@ -222,6 +223,7 @@ def batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
     Not collective.
     """
     generator = torch.Generator().manual_seed(1_000 * step + dp_rank)
+    # Shape (_SEQUENCES, 1): added to the offsets in a sequence, these give an index for each token.
     starts = torch.randint(len(corpus) - _LENGTH, (_SEQUENCES, 1), generator=generator)
     window = corpus[starts + torch.arange(_LENGTH + 1)]
     return window[:, :-1], window[:, 1:]
@@ -269,6 +271,7 @@ def _step(model: Llama, optimizer: torch.optim.Optimizer, batches: list[tuple[Te
         mean += loss.detach()
     optimizer.step()
     optimizer.zero_grad()
+    # Tensor parallel peers have equal losses, so that the mean over all ranks is that over the data parallel ones.
     mean /= dist.get_world_size()
     dist.all_reduce(mean)
     return mean.item()

@@ -98,9 +98,11 @@ def type_text(value: object) -> str:
 
 def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
     """Return the parts of a container's repr, up to its first `limit` items."""
+    # For [1, "a"]: (True, "["), (False, 1), (True, ", "), (False, "a"), (True, "]").
     opening, closing = _BRACKETS[type(container)]
     pieces: list[tuple[bool, Any]] = [(True, opening)]
     is_dict = type(container) is dict
+    # Each item has at least one character of the excerpt.
     for number, item in enumerate(islice(container.items() if is_dict else container, limit)):
         if number:
             pieces.append((True, ", "))
@@ -126,17 +128,21 @@ def did_you_mean(pattern: str, names: Iterable[str]) -> str:
     import difflib
 
     wanted = _PARTS.findall(_NUMBER.sub("0", pattern.replace("\\", "")))
-    alike = dict(islice(((_NUMBER.sub("0", name), name) for name in names), 20 * _MAX_COMPARED_NAMES))
-    windows: dict[str, str] = {}
     if not wanted:
         return ""
+    # Each comparison takes some 10 us, so layers that differ in their number are compared once; and only so many names
+    # are looked at, as a file may have millions.
+    alike = {_NUMBER.sub("0", name): name for name in islice(names, 20 * _MAX_COMPARED_NAMES)}
+    windows: dict[str, str] = {}
     for text, name in islice(alike.items(), _MAX_COMPARED_NAMES):
         parts = text.split(".")
         for start in range(max(1, len(parts) - len(wanted) + 1)):
             windows.setdefault(".".join(parts[start : start + len(wanted)])[:_MAX_NAME], name)
     close = difflib.get_close_matches(".".join(wanted)[:_MAX_NAME], windows, n=3)
-    found = dict.fromkeys(excerpt(windows[window]) for window in close)
-    return f": did you mean {' or '.join(found)}?" if found else ""
+    if not close:
+        return ""
+    # Two windows may be parts of one name.
+    return f": did you mean {' or '.join(dict.fromkeys(excerpt(windows[window]) for window in close))}?"
 
 
 def without_secrets(text: str) -> str:
@@ -161,14 +167,16 @@ def secrets_of(url: str) -> list[str]:
 
     Messages of libraries contain these parts without the URL around them.
     """
-    found = []
-    for one in _CHAINED.split(url):
-        user, _, query = _parts_of(one.partition("://")[2])
-        found += [part for part in (user, query) if part]
-    return sorted(found, key=len, reverse=True)
+    secrets: list[str] = []
+    for link in _CHAINED.split(url):
+        user, _, query = _parts_of(link.partition("://")[2])
+        secrets += filter(None, (user, query))
+    # A caller that replaces a short one first would leave the rest of a longer one that contains it.
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _shown_url(match: re.Match[str]) -> str:
+    # zip://a::http://b is one match, whose later links have schemes of their own.
     scheme, rest = match.groups()
     first, *inner = _CHAINED.split(rest)
     return "::".join([scheme + _parts_of(first)[1], *map(without_secrets, inner)])
@@ -186,6 +194,9 @@ def _parts_of(rest: str) -> tuple[str, str, str]:
 
 class StateExchangeError(Exception):
     """Base of all errors that statexchange raises. The message ends with the rank, tensor and path concerned.
+
+    An error ``("shapes differ", name="w", expected=[2], found=[3])`` reads
+    ``shapes differ: expected [2], found [3] [tensor 'w']``.
 
     Attributes:
         rank: the rank, an int.
@@ -227,21 +238,36 @@ class StateExchangeError(Exception):
         error.__dict__.update(self.__dict__)
         for key in self.attributes:  # some are slots of the built-in base, not in __dict__
             setattr(error, key, getattr(self, key))
-        error.rank = self.rank if rank is None else rank
-        error.name = self.name if name is None else name
-        error.path = self.path if path is None else without_secrets(str(path))
-        error.message = f"{self.message}; {advice}" if advice else self.message
-        error.args = (str(error),)
+        if rank is not None:
+            error.rank = rank
+        if name is not None:
+            error.name = name
+        if path is not None:
+            error.path = without_secrets(str(path))
+        if advice:
+            error.message += f"; {advice}"
+        error.args = (str(error),)  # what `repr` and a debugger show
         return error
 
     def _text(self) -> str:
-        about = [] if not self.name else [f"tensor {excerpt(self.name, _MAX_NAME)}"]
-        about += [] if self.rank is None else [f"rank {self.rank}"]
-        about += [] if self.path is None else [_visible(self.path)]
-        sides = [] if self.expected is None else [f"expected {_side(self.expected)}"]
-        sides += [] if self.found is None else [f"found {_side(self.found)}"]
-        both = ": " + ", ".join(sides) if sides else ""
-        return self.message + both + (f" [{', '.join(about)}]" if about else "")
+        text = self.message
+        sides = []
+        if self.expected is not None:
+            sides.append(f"expected {_side(self.expected)}")
+        if self.found is not None:
+            sides.append(f"found {_side(self.found)}")
+        if sides:
+            text += f": {', '.join(sides)}"
+        about = []
+        if self.name:
+            about.append(f"tensor {excerpt(self.name, _MAX_NAME)}")
+        if self.rank is not None:
+            about.append(f"rank {self.rank}")
+        if self.path is not None:
+            about.append(_visible(self.path))
+        if about:
+            text += f" [{', '.join(about)}]"
+        return text
 
     def __str__(self) -> str:
         return self._text()
@@ -419,6 +445,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     Python before 3.12 replaces what is raised in `__set_name__`, while a class is made, by a RuntimeError.
     """
     while error is not None and not isinstance(error, KeyboardInterrupt):
+        # The error that was being handled says as much as the one that `raise ... from` names.
         error = error.__cause__ or error.__context__
     return error is not None
 
@@ -443,6 +470,7 @@ def needing_extra(what: str) -> Iterator[None]:
         raise missing_extra(what, error.name) from error
 
 
+# Pickle calls it by name, with positional arguments; the constructors take keywords.
 def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:
     return cls(message, **about)
 
@@ -457,9 +485,10 @@ def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
 
 def to_record(error: BaseException, rank: int, phase: str, host: str | None = None) -> dict[str, Any]:
     """Return a JSON object that describes the error of `rank` on `host` to the other ranks."""
+    # A rank that only heard of a failure passes it on as it is: all ranks name the one that failed first.
     if isinstance(error, PeerError):
-        about = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
-        return {"type": "PeerError", **about}
+        fields = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
+        return {"type": "PeerError", **fields}
     if not isinstance(error, StateExchangeError):
         return {
             "type": "PeerError",
@@ -469,11 +498,11 @@ def to_record(error: BaseException, rank: int, phase: str, host: str | None = No
             "host": host,
         }
     # A subclass defined elsewhere may need other arguments, so its nearest base in this module is sent.
-    bases = [base for base in type(error).__mro__ if issubclass(base, StateExchangeError)]
-    known = next(base for base in bases if base.__module__ == __name__)
-    carried = {key: _portable(getattr(error, key)) for key in known.attributes}
-    carried["rank"] = rank if error.rank is None else error.rank
-    return {"type": known.__name__, "message": error.message, "about": carried}
+    base: type[StateExchangeError] = next(base for base in type(error).__mro__ if base.__module__ == __name__)
+    about = {key: _portable(getattr(error, key)) for key in base.attributes}
+    if error.rank is None:
+        about["rank"] = rank
+    return {"type": base.__name__, "message": error.message, "about": about}
 
 
 def _message_of(error: BaseException) -> str:
@@ -484,6 +513,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _portable(value: object) -> object:
+    # The ranks in StallError.missing, and shapes
     if isinstance(value, tuple) and all(type(item) is int for item in value):
         return value
     return value if value is None or type(value) in (bool, int, str) else str(value)
@@ -494,5 +524,9 @@ def from_record(record: dict[str, Any]) -> StateExchangeError:
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"], record.get("host"))
     cls = _tree(StateExchangeError).get(record["type"], StateExchangeError)
-    about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
-    return _rebuild(cls, record["message"], {key: about[key] for key in cls.attributes})
+    about: dict[str, Any] = {}
+    for key in cls.attributes:
+        value = record["about"][key]
+        # JSON has made lists of tuples.
+        about[key] = tuple(value) if isinstance(value, list) else value
+    return cls(record["message"], **about)

@@ -35,13 +35,19 @@ def lazy_names(
         with needing_extra(name):
             home = homes[name]
             value = getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
+        # Python asks for `__getattr__` only while the module does not have the name itself.
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        hidden = {name for name, packages in (need or {}).items() if not all(map(is_installed, packages))}
-        dunders = [name for name in vars(sys.modules[package]) if name.startswith("__") and name.endswith("__")]
-        return sorted([*dunders, *(homes.keys() - hidden)])
+        shown = set(homes)
+        for name, packages in (need or {}).items():
+            if not all(map(is_installed, packages)):
+                shown.remove(name)
+        for name in vars(sys.modules[package]):
+            if name.startswith("__") and name.endswith("__"):
+                shown.add(name)
+        return sorted(shown)
 
     return load, names, sorted(homes)
 

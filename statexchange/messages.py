@@ -69,10 +69,11 @@ def decode(
     try:
         if isinstance(raw, bytes):
             raw = json.loads(raw)
+        # One column of one value: the same code for a message and for what it has thousands of.
         value: T = _column(hint).decode(raw, 1)[0]
         if check is not None:
             check(value)
-    except StateExchangeError:
+    except StateExchangeError:  # of `check`, which some are ValueErrors
         raise
     except (ValueError, RecursionError) as error:
         # A message comes from this package and not from a user's file: so it is another version that wrote it.
@@ -233,6 +234,7 @@ class _Shared:
 
     def encode(self, values: _Values) -> object:
         numbers: dict[object, int] = {}
+        # For values a, b, a: [0, 1, 0], 2, [a, b].
         column = [numbers.setdefault(value, len(numbers)) for value in values]
         return [column, len(numbers), self._item.encode(list(numbers))]
 
@@ -253,10 +255,8 @@ class _Union:
         self._columns = columns
 
     def encode(self, values: _Values) -> object:
-        # Columns of one type each, so that each is checked in one call.
-        parts: list[_Values] = []
-        for _ in self._kinds:
-            parts.append([])
+        # For (int | str) and values 7, "x", 8: [0, 1, 0], [[7, 8], ["x"]]. Each column is checked in one call.
+        parts: list[_Values] = [[] for _ in self._kinds]
         numbers = []
         for value in values:
             number = 0
@@ -313,6 +313,7 @@ def _column(hint: Hashable) -> _Column:
     if origin in (typing.Union, types.UnionType):
         kinds = []
         for kind in arguments:
+            # The type of a value tells its column, and isinstance takes neither list[int] nor Literal["x"].
             class_of = typing.get_origin(kind) or kind
             kinds.append(str if class_of is typing.Literal else class_of)
         return _Union(kinds, list(map(_column, arguments)))

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 __all__ = [
     "Owner",
@@ -26,6 +25,7 @@ def _stat_fields(pid: int) -> list[bytes] | None:
     """Return the fields of /proc/<pid>/stat after the name, beginning with the state; None without such a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, the second field, may have spaces and parentheses itself: the last one ends it.
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -34,7 +34,10 @@ def _stat_fields(pid: int) -> list[bytes] | None:
 def process_start(pid: int) -> int | None:
     """Return the start time of `pid` in clock ticks since boot; None if it has ended (a zombie counts as ended)."""
     fields = _stat_fields(pid)
-    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
+    # A zombie has released its memory, files and locks: it waits only until its parent asks for the exit code.
+    if fields is None or fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])  # starttime, field 22 of proc(5); the first one here is field 3
 
 
 def process_age_s() -> float | None:
@@ -147,17 +150,18 @@ class Owner:
         return _owner(os.getpid())
 
     @classmethod
-    def from_json(cls, raw: Any) -> Owner:
+    def from_json(cls, raw: object) -> Owner:
         """Return the record that `to_json` encoded; raise ValueError for anything else."""
         if not isinstance(raw, dict) or raw.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("not an owner record")
         if not isinstance(raw["host"], str) or not isinstance(raw["boot"], str):
             raise ValueError("not an owner record")
+        # isinstance would take true and false for numbers.
         if any(type(raw[key]) is not int for key in ("namespace", "pid", "start")):
             raise ValueError("not an owner record")
         return cls(**raw)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the record as a JSON object."""
         return asdict(self)
 
@@ -177,8 +181,9 @@ class Owner:
     @property
     def is_visible(self) -> bool:
         """Whether this process can determine if the owner runs: both are in the same boot and pid namespace."""
-        known = bool(self.boot) and self.namespace != 0 and self.pid > 0
-        return known and (self.boot, self.namespace) == (_boot_id(), pid_namespace())
+        # An empty boot id and namespace 0 stand for what could not be read, on either side: equal ones prove nothing.
+        is_complete = bool(self.boot) and self.namespace != 0 and self.pid > 0
+        return is_complete and (self.boot, self.namespace) == (_boot_id(), pid_namespace())
 
     @property
     def is_dead(self) -> bool:
@@ -186,6 +191,7 @@ class Owner:
 
         False for a process of another host, boot or container, which may still run.
         """
+        # If the pid was reused, /proc has another start time, and the owner has ended.
         return self.is_visible and not process_is_alive(self.pid, self.start) and not _is_hidden(self.pid)
 
     @property

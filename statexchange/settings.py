@@ -7,7 +7,6 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from statexchange.errors import InvalidArgumentError, excerpt
 
@@ -50,6 +49,7 @@ class Launch:
     master: tuple[str, int] | None = None
 
 
+# Above the ports of well-known services, and below those that Linux gives to clients, from 32,768 on
 _FIRST_PORT, _PORTS = 16_384, 16_384
 # One host or range of hosts of a Slurm host list, such as n[08-10,3]-ib, and the whole list
 _HOST = r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
@@ -84,6 +84,7 @@ def _job(launcher: str) -> str | None:
         name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return None if name == "none" else f"{_file_name(name)}-{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
     if "SLURM_JOB_ID" in os.environ:
+        # A job that is requeued keeps its id, and each srun of it is a step of its own.
         parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "slurm-" + "-".join(str(_number(part, 0)) for part in parts)
     return None
@@ -138,11 +139,13 @@ def detect_launch() -> Launch:
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal():
             world_size = _number(size, 1)
+            # With several ranks it is not guessed: two ranks of a host would use one device.
+            is_local_known = world_size == 1 or os.environ.get(local_rank, "").isdecimal()
             return Launch(
                 launcher,
                 _number(rank, 0),
                 world_size,
-                _number(local_rank, 0) if world_size == 1 or os.environ.get(local_rank, "").isdecimal() else None,
+                _number(local_rank, 0) if is_local_known else None,
                 _number(local_size, world_size),
                 size,
                 _job(launcher),
@@ -155,20 +158,20 @@ def default_timeout_s() -> float:
     """Return the default timeout of waits for other ranks, in seconds: STATEXCHANGE_TIMEOUT_S, else 300."""
     text = os.environ.get("STATEXCHANGE_TIMEOUT_S", "300")
     try:
-        seconds: Any = float(text)
+        seconds: object = float(text)
     except ValueError:
-        seconds = text
+        seconds = text  # refused below, with the message for any other value
     return check_timeout(seconds, "STATEXCHANGE_TIMEOUT_S")
 
 
-def _as_float(number: Any) -> float:
+def _as_float(number: numbers.Real) -> float:
     try:
         return float(number)
     except OverflowError:  # an integer beyond the largest float
-        return math.inf if number > 0 else -math.inf
+        return -math.inf if number < 0 else math.inf
 
 
-def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) -> float:
+def check_timeout(seconds: object, name: str = "timeout_s", *, zero: bool = False) -> float:
     """Return a timeout in seconds, which is above 0; inf means no limit.
 
     Not collective.

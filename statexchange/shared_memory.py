@@ -31,6 +31,7 @@ _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
+    # MAP_POPULATE: else the first copy would stop at a page fault every 4 KiB.
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE)
 
 
@@ -61,6 +62,7 @@ class Arena:
         try:
             _check_room(nbytes)
             os.posix_fallocate(fd, 0, nbytes)  # allocates all pages now: a write cannot SIGBUS
+            # Each process may resize what it has opened; the others would then get a SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             arena.view = memoryview(_map(fd, nbytes))
         except BaseException as error:
@@ -77,6 +79,7 @@ class Arena:
 
     def close(self) -> None:
         """Release the memory. Processes that have attached keep it as long as they have it mapped."""
+        # Forgotten first: closed a second time, the number might be that of another file.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -109,6 +112,7 @@ class Attached:
         base = self._lent() if self._lent is not None else None
         if base is None:
             base = np.frombuffer(self._map, dtype=np.uint8)
+            # Every view keeps the array alive that it was first made of; a mapping does not tell who refers to it.
             self._lent = weakref.ref(base)
         return base
 

@@ -26,6 +26,8 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "PACKED",
+    "Array",
+    "ByteMemory",
     "DType",
     "TensorKindT",
     "TensorLike",
@@ -73,14 +75,17 @@ __all__ = [
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
+Array: TypeAlias = "np.ndarray[Any, Any]"
 # A dense tensor as callers give it.
-TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+TensorLike: TypeAlias = "torch.Tensor | Array"
+# Memory that holds the bytes of a tensor.
+ByteMemory: TypeAlias = "bytes | bytearray | memoryview | Array"
 # For annotations in packages that never import torch.
 TorchTensor: TypeAlias = "torch.Tensor"
 # For a function that returns the very tensor it was given, so that a Parameter stays a Parameter.
-TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
+TensorT = TypeVar("TensorT", bound="TensorLike")
 # For a function that returns new tensors of the kind it was given: torch tensors or arrays.
-TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
+TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "Array")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
 # C128 is our own name: safetensors has none for it, so files store it as pairs of F64. For a packed dtype these are the
@@ -153,7 +158,10 @@ def itemsize_of(dtype: str) -> int:
 
 
 def element_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape in elements for one in groups: they differ in the last dim of a packed dtype."""
+    """Return a shape in elements for one in groups: they differ in the last dim of a packed dtype.
+
+    For F4, of which two elements fill a byte, (5, 8) becomes (5, 16).
+    """
     if dtype not in PACKED or not shape:
         return tuple(shape)
     return (*shape[:-1], shape[-1] * PACKED[dtype])
@@ -188,24 +196,25 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     if dtype == "BF16" or dtype.startswith("F8"):
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
+        added: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return added
     return np.dtype(name)
 
 
 @functools.cache
-def torch_dtype(dtype: str) -> Any:
+def torch_dtype(dtype: str) -> torch.dtype:
     """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
 
-    long_names = {name: long_name for long_name, name in _TORCH_NAMES.items()}
-    found = getattr(torch, long_names.get(dtype, ""), None)
-    if found is None:
-        raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
-    return found
+    for long_name, name in _TORCH_NAMES.items():
+        # Older releases of torch lack the newest dtypes.
+        if name == dtype and hasattr(torch, long_name):
+            dtype_of_torch: torch.dtype = getattr(torch, long_name)
+            return dtype_of_torch
+    raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
 
 
-def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_over(data: ByteMemory, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return an array of `dtype` over `data` (a buffer or a uint8 array), sharing its memory."""
     import numpy as np
 
@@ -213,23 +222,22 @@ def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return flat.view(numpy_dtype(dtype)).reshape(shape)
 
 
-def elements(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def elements(data: ByteMemory, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return `data` as an array of integers of the dtype's size, for copying and not for arithmetic."""
     import numpy as np
 
     return np.frombuffer(data, dtype=np.dtype(_WORD[ITEMSIZE[dtype]])).reshape(shape)
 
 
-def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:
+def from_bytes(data: ByteMemory, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> TensorLike:
     """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
-    import numpy as np
-
     if as_numpy:
         return array_over(data, dtype, shape)
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
+    array = array_over(data, "U8", (-1,))
     with needing_extra("reading a torch tensor"):
         import torch
 
+    # torch refuses to see no bytes as a wider dtype.
     if not array.size:
         return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
@@ -238,7 +246,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
 # Casts between floating dtypes: files and replicas are compared by their bits, so numpy and torch must give the same
 
 
-def converted(array: Any, dtype: str) -> tuple[Any, int]:
+def converted(array: Array, dtype: str) -> tuple[Array, int]:
     """Cast `array` to another floating dtype, in C order, with the same bits as torch's `to` and `unify_nans`.
 
     Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. Numbers out of
@@ -254,7 +262,7 @@ def converted(array: Any, dtype: str) -> tuple[Any, int]:
     return cast, 0 if is_finite else num_overflows(array, cast)
 
 
-def unify_nans(data: Any, dtype: str) -> bool:
+def unify_nans(data: ByteMemory, dtype: str) -> bool:
     """Replace all NaNs in `data`, the bytes of a floating dtype, by one: positive, quiet, without payload.
 
     Casting a NaN gives different bits in torch, depending on the processor and on strides, and others in numpy.
@@ -262,6 +270,7 @@ def unify_nans(data: Any, dtype: str) -> bool:
     """
     import numpy as np
 
+    # Of float16: 2 bytes, 0x8000, 0x7c00 and 0x7e00.
     word, sign, infinity, nan = _nan_bits(dtype)
     bits = np.frombuffer(data, f"i{word}")
     # The bits of NaNs alone are greater than those of infinity. Two maxima are cheap, and hardly any tensor has a NaN.
@@ -271,7 +280,7 @@ def unify_nans(data: Any, dtype: str) -> bool:
     return False
 
 
-def all_finite(data: Any, dtype: str) -> bool:
+def all_finite(data: ByteMemory, dtype: str) -> bool:
     """Whether `data`, the bytes of a floating dtype, has neither NaN nor an infinite element."""
     import numpy as np
 
@@ -289,7 +298,7 @@ def num_overflows(source: Any, cast: Any) -> int:
         return int(np.isinf(cast).sum()) - int(np.isinf(source).sum())
 
 
-def count_overflows(data: Any, source: str, target: str) -> int:
+def count_overflows(data: ByteMemory, source: str, target: str) -> int:
     """Return how many finite elements of `data`, the bytes of dtype `source`, a cast to `target` makes infinite."""
     import numpy as np
 
@@ -300,8 +309,10 @@ def count_overflows(data: Any, source: str, target: str) -> int:
     return converted(bits.view(numpy_dtype(source)), target)[1]
 
 
-def _magnitudes_below(bits: Any, limit: int, sign: int) -> bool:
+def _magnitudes_below(bits: Array, limit: int, sign: int) -> bool:
     """Whether all floating numbers, given by their bits as signed integers, are smaller in magnitude than `limit`."""
+    # Without the sign, bits order floating numbers as integers. Positive numbers are the largest of signed integers,
+    # and negative ones, which have the highest bit, the largest of unsigned integers: no copy without it is made.
     return bool(bits.max(initial=0) < limit and bits.view(f"u{bits.itemsize}").max(initial=0) < limit + sign)
 
 
@@ -310,13 +321,14 @@ def _largest_finite(dtype: str, source: str) -> int:
     """Return the bits, in dtype `source`, of the largest finite number of `dtype`; those of infinity if it has none."""
     import numpy as np
 
+    # The number before infinity, or before NaN in a dtype without infinity
     bits = np.array([_nan_bits(dtype).infinity - 1], f"i{ITEMSIZE[dtype]}")
     with np.errstate(all="ignore"):
         wide = bits.view(numpy_dtype(dtype)).astype(np.float64).astype(numpy_dtype(source))
     return int(wide.view(f"i{ITEMSIZE[source]}")[0])
 
 
-def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
+def nonfinite(data: ByteMemory, dtype: str) -> tuple[Array, Array] | None:
     """Return masks of the NaNs and of the infinite elements in `data`; None, after a fast test, if there are none.
 
     A complex number is NaN if one of its parts is, else infinite if one of them is. `data` are the bytes of the dtype.
@@ -392,7 +404,7 @@ def is_dtensor(value: object) -> bool:
     return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
     if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # the attribute first: most have none
         return False
@@ -426,6 +438,7 @@ def collector_paused() -> Iterator[None]:
     If the blocks of several threads overlap, the end of the block that began first resumes the collector, even while
     others still run.
     """
+    # A user may have disabled it for the whole job.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -521,6 +534,7 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         first = last = tensor.__array_interface__["data"][0]
         if not tensor.size:
             return first, first
+        # The address is that of element [0, 0, ...]: along a dim of negative stride all others lie before it.
         for size, stride in zip(tensor.shape, tensor.strides, strict=True):
             first += min(0, stride * (size - 1))
             last += max(0, stride * (size - 1))
@@ -535,7 +549,8 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
         advice = ': the module\'s to_empty(device="cpu") gives it memory to load into' if tensor.is_meta else ""
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one{advice}", name=name)
-    span = tensor.numel()  # elements from the first to the last one
+    # Elements from the first to the last one; torch has no negative strides.
+    span = tensor.numel()
     if not span:
         return 0, 0
     if not tensor.is_contiguous():
@@ -543,6 +558,7 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             span += (size - 1) * stride
     address = tensor.data_ptr()
+    # A subclass, as of torchao, that keeps its values in other tensors has no memory itself.
     if hasattr(tensor, "__tensor_flatten__") and not address:
         parts, _ = tensor.__tensor_flatten__()
         kind = f"{type(tensor).__module__.partition('.')[0]}'s {type(tensor).__name__}"
@@ -566,6 +582,7 @@ def check_writable(tensor: TensorLike, name: str | None = None) -> None:
             raise InvalidArgumentError("this array is read-only and cannot be filled", name=name)
         if tensor.flags.contiguous:
             return
+        # numpy's strides are in bytes and need not be multiples of the item's size: its bytes are one dim more.
         overlaps = _overlaps((*shape, tensor.itemsize), (*tensor.strides, 1))
     else:
         if tensor.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
@@ -581,6 +598,7 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a strided tensor share memory."""
     if 0 in shape:
         return False
+    # A dim of size 1 has any stride. Where each stride is beyond all that lies within it, no two elements meet.
     dims = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
     span = 1  # the distance from the first to the last element, over the dims seen so far
     is_clear = True
@@ -593,12 +611,14 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
         return False
     import numpy as np
 
-    marks = np.zeros(span, np.bool_)  # interlocking dims need not share memory: mark each element that is used
-    np.lib.stride_tricks.as_strided(marks, [size for _, size in dims], [stride for stride, _ in dims])[...] = True
-    return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
+    # Dims may interlock and not share memory, as shape (2, 2) of strides (3, 2): 0, 2, 3, 5. Mark what each one uses.
+    marks = np.zeros(span, np.bool_)
+    sizes = [size for _, size in dims]
+    np.lib.stride_tricks.as_strided(marks, sizes, [stride for stride, _ in dims])[...] = True
+    return int(np.count_nonzero(marks)) < math.prod(sizes)
 
 
-def as_torch(array: Any) -> Any:
+def as_torch(array: Array) -> torch.Tensor:
     """Return a torch tensor over a dense array in C order; raise UnsupportedError if torch lacks the dtype."""
     import torch
 
@@ -606,17 +626,19 @@ def as_torch(array: Any) -> Any:
     if name not in DTYPE_NAMES or not array.dtype.isnative:
         shown = array.dtype.str if array.dtype.isbuiltin else array.dtype
         raise UnsupportedError(f"arrays of {shown} cannot be exchanged")
+    # 1: of numpy itself; 2: registered by another package, here ml_dtypes
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, name))
 
 
-def as_numpy(tensor: Any) -> Any:
+def as_numpy(tensor: torch.Tensor) -> Array:
     """Return an array over the memory of a torch tensor on the host."""
     import torch
 
     name = name_of_dtype(tensor.dtype)
     assert name is not None  # `memory_of` has accepted it
+    # torch knows no dtypes of ml_dtypes: it gives integers of the same size, which numpy then sees as the dtype.
     if name != "BF16" and not name.startswith("F8") and name not in PACKED:
         return tensor.numpy()
     return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
@@ -687,6 +709,7 @@ def overlapping(memories: Iterable[TensorMemory]) -> list[list[int]]:
     for number, memory in enumerate(memories):
         if memory.begin < memory.end:
             spans.append((memory.device, memory.begin, memory.end, number))
+    # In order of address, a tensor overlaps one before it if it begins before the last end so far.
     spans.sort()
     groups: list[list[int]] = [[]]
     last_device, last_end = "", 0
@@ -702,8 +725,10 @@ def overlapping(memories: Iterable[TensorMemory]) -> list[list[int]]:
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
     """Return a key that tied tensors share: memory, dtype, shape and strides. None if the tensor has no memory."""
     if is_array(tensor):
-        where = tensor.__array_interface__["data"][0]
-        return (where, tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
+        if not tensor.size:
+            return None
+        return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype
+    # Of all that have no memory, the address is 0.
     if not tensor.numel() or not tensor.data_ptr():
         return None
     seen_as = (tensor.dtype, tensor.is_conj(), tensor.is_neg())

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "format_bytes",
@@ -18,6 +18,7 @@ __all__ = [
     "format_shares",
     "format_time",
     "format_transfer",
+    "name_ranks",
     "printable",
     "shortened",
 ]
@@ -35,6 +36,7 @@ def format_count(count: float) -> str:
 
 def _scaled(value: float, suffixes: Sequence[str]) -> str:
     """Format with the suffix of the largest fitting power of 1000; the first suffix is for numbers below 1000."""
+    # Half a digit less than each power of 10: rounding would give the number a fourth digit.
     if value < 999.5:
         return f"{value:.0f}{suffixes[0]}"
     last = suffixes[-1]
@@ -60,6 +62,7 @@ def format_seconds(seconds: float) -> str:
     """Format a duration: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 04 h``."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
+    # Before the division: 59.7 s are 1 min 00 s, not 0 min 60 s.
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -94,7 +97,7 @@ def format_shares(rank_nbytes: Sequence[int]) -> str:
     ranks = format_number(len(rank_nbytes), "rank")
     if len(rank_nbytes) == 1 or not total:
         return ranks
-    low, high = (round(100 * share(rank_nbytes) / total) for share in (min, max))
+    low, high = round(100 * min(rank_nbytes) / total), round(100 * max(rank_nbytes) / total)
     return f"{ranks}, {low} % each" if low == high else f"{ranks}, {low} to {high} %"
 
 
@@ -106,7 +109,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    texts = []
+    for low, high in runs:
+        texts.append(str(low) if low == high else f"{low}-{high}")
+    return ", ".join(texts)
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return what to call ranks: ``rank 3``, or ``ranks 0-3, 7``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
 
 
 def printable(text: str) -> str:
@@ -121,7 +132,8 @@ def shortened(text: str, width: int) -> str:
 
     The ends of a tensor's name are the most specific.
     """
-    shown = text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+    # One character for another, so that the width holds; `printable` would write \x1b in four.
+    shown = "".join(char if char.isprintable() else "?" for char in text)
     if len(shown) <= width:
         return shown
     head = (width - 3) // 2

@@ -125,6 +125,10 @@ def encode(value: object, leaf: Leaf | None = None) -> str:
         leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
             It is not asked of None, numbers and texts of Python's own types.
 
+    Example:
+        ``{"step": 3, "betas": (0.9, 0.99), "w": tensor}``, with a `leaf` that names the tensor "w", becomes
+        ``{"step":3,"betas":{"$":"tuple","value":[0.9,0.99]},"w":{"$":"leaf","name":"w"}}``.
+
     Raises:
         UnsupportedError: a type has no JSON text, or a kept object is in a set, a deque or a key, where a reader could
             not replace what stands for it; names the path.
@@ -323,13 +327,15 @@ def _advice(kind: type) -> str:
 
 
 def _fields(value: Value, path: str) -> dict[str, Value]:
-    names = [f.name for f in dataclasses.fields(value)]
-    for name in names:
-        if not hasattr(value, name):
+    fields = {}
+    for field in dataclasses.fields(value):
+        # One of init=False, or of a value that was made without __init__, may never have been set.
+        if not hasattr(value, field.name):
             raise UnsupportedError(
-                f"cannot write a {_type_name(type(value))} with field {name!r} unset, at {path or 'the top'}"
+                f"cannot write a {_type_name(type(value))} with field {field.name!r} unset, at {path or 'the top'}"
             )
-    return {name: getattr(value, name) for name in names}
+        fields[field.name] = getattr(value, field.name)
+    return fields
 
 
 def _leads_back(member: enum.Enum, encoded: Json) -> bool:
@@ -344,12 +350,9 @@ def types_of(value: object) -> dict[str, type]:
     """Return the dataclass, namedtuple and Enum types in `value` by qualified name, for `decode`."""
     types = {}
     for part in parts_of(value):
-        if isinstance(part, tuple):
-            is_named = hasattr(part, "_fields")
-        else:
-            is_named = isinstance(part, enum.Enum) or (dataclasses.is_dataclass(part) and not isinstance(part, type))
-        if is_named:
-            types[_type_name(type(part))] = type(part)
+        cls = type(part)
+        if issubclass(cls, enum.Enum) or _is_dataclass(cls) or _is_namedtuple(cls):
+            types[_type_name(cls)] = cls
     return types
 
 
@@ -359,6 +362,7 @@ def parts_of(value: object) -> list[object]:
     Not collective. Values may be nested deeper than Python recurses.
     """
     parts: list[object] = []
+    # Callers look for types before `encode` refuses a value that is too deep or contains itself.
     waiting, seen = [value], {id(value)}
     while waiting:
         value = waiting.pop()
@@ -587,7 +591,7 @@ class _Decoder:
         raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
 
     def _enum(self, raw: JsonObject) -> object:
-        cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
+        cls = self._type(raw, lambda cls: issubclass(cls, enum.Enum))
         value = self.value(raw["value"])
         if cls is None:
             return self._of_unknown_type(raw, {"value": value})
@@ -612,6 +616,7 @@ class _Decoder:
             if problem is not None:
                 raise problem
             return {"__name__": _short(raw), **fields}
+        # Values are compared by their texts, and ranks may differ in the order of keys.
         text = json.dumps(raw, separators=(",", ":"), sort_keys=True)
         self._unknown.append(UnknownValue(str(raw["type"]), text, str(problem or "")))
         return self._unknown[-1]
@@ -623,6 +628,7 @@ class _Decoder:
         fields = {name: self.value(item) for name, item in raw["value"].items()}
         if cls is None:
             return self._of_unknown_type(raw, fields)
+        # A class may have got new fields since then; the value of one that it has lost would be dropped in silence.
         defaults, names = _defaults(cls)
         whole = {**defaults, **fields}
         differing = sorted(whole.keys() ^ {*names})
@@ -687,7 +693,9 @@ class _PlainDecoder(_Decoder):
             key = self.value(raw_key)
             # The key 1 and the key "1" have one text, and the second one's repr differs.
             text = key if isinstance(key, str) else repr(key)
-            entries[repr(key) if text in entries else text] = self.value(item)
+            if text in entries:
+                text = repr(key)
+            entries[text] = self.value(item)
         return entries
 
     def _kept(self, raw: JsonObject) -> object:

@@ -61,7 +61,11 @@ def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.pass_obj
     @functools.wraps(function)
     def run(output: Output, /, *, chosen: str | None, is_json: bool, quiet: bool, verbose: bool, **options: Any) -> Any:
-        output.format = "json" if is_json else chosen or output.format
+        # This runs for the group and then for the command: what stands after the command's name wins.
+        if is_json:
+            output.format = "json"
+        elif chosen is not None:
+            output.format = chosen
         output.quiet |= quiet
         output.verbose |= verbose
         if output.quiet and output.verbose:
@@ -85,6 +89,7 @@ def _log_shown(output: Output) -> Iterator[None]:
 
     logger, handler = logging.getLogger("statexchange"), _Messages()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # A test, or a program that calls the command line, has handlers of its own, which are put back.
     handlers, level = logger.handlers, logger.level
     logger.handlers = [handler]
     if output.verbose:
@@ -123,6 +128,7 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
         @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
         @functools.wraps(function)
         def run(output: Output, paths: tuple[str, ...], **options: Any) -> int:
+            # One broken checkpoint of many is no reason not to look at the rest.
             def look(path: str) -> int:
                 try:
                     return function(output, path, **options)
@@ -131,7 +137,10 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
                 except Exception as error:  # noqa: BLE001 (what ends the work on a PATH is an exit code)
                     return report_failure(output, error)
 
-            return look(paths[0]) if len(paths) == 1 else output.for_each(paths, look, total)
+            # The JSON of one PATH is its result, and not a list of one.
+            if len(paths) == 1:
+                return look(paths[0])
+            return output.for_each(paths, look, total)
 
         return run
 
@@ -154,6 +163,7 @@ def listing_at(path: str, **options: object) -> str | None:
     for kind, is_kind in (("versions", holds_versions), ("saves", holds_saves)):
         if is_kind(path):
             for name, value in options.items():
+                # Named rather than left out: a user would take the answer for a filtered one.
                 if value:
                     text = f"--{name} cannot be used, as this directory has {kind}: name one of them"
                     raise InvalidArgumentError(text, path=path)
@@ -163,6 +173,7 @@ def listing_at(path: str, **options: object) -> str | None:
 
 def refuse_other_ranks() -> None:
     """Raise UnsafeError on every rank of a launcher but rank 0: all would write the same files."""
+    # As in `srun statexchange merge ...`, or from a job's script that every rank runs.
     launch = settings.detect_launch()
     if launch.world_size > 1 and launch.rank != 0:
         raise UnsafeError(
@@ -173,9 +184,13 @@ def refuse_other_ranks() -> None:
 
 def requested_format(arguments: Sequence[str]) -> str:
     """Return the format that a command line with a usage error asks for."""
-    options = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    # click has stopped at the error, and may not have come to these options.
+    options = [*arguments, "--"]
+    del options[options.index("--") :]
     if "--json" in options:
         return "json"
-    pairs = [option.partition("=")[::2] for option in options if option.startswith("--format=")]
-    pairs += [pair for pair in pairwise(options) if pair[0] == "--format"]
-    return next((value for _, value in pairs if value in FORMATS), "auto")
+    for option, following in pairwise([*options, ""]):
+        name, _, value = option.partition("=")
+        if name == "--format" and (value or following) in FORMATS:
+            return value or following
+    return "auto"

@@ -39,16 +39,19 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     from statexchange.demo import run_demo
 
     commands.refuse_other_ranks()
-    picture = None if keep is None else PictureFile.at(os.path.join(resolve_path(keep, "--keep"), _PICTURE))
+    picture, drawn = None, None
+    if keep is not None:
+        # Checked now: after minutes of training it would be too late.
+        picture = PictureFile.at(os.path.join(resolve_path(keep, "--keep"), _PICTURE))
+        drawn = picture.path
     watch = _DemoProgress(output, steps, picture)
     try:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
         output.live("")
-    drawn = None if picture is None else picture.path
     _show(output, report, watch.supplied, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
-    return output.finish(data, code="OK" if report.ok else "FINDINGS")
+    return output.finish(data, is_ok=report.ok)
 
 
 class _DemoProgress:
@@ -76,12 +79,14 @@ class _DemoProgress:
             self._draw(event["path"])
 
     def _show_status(self, text: str) -> None:
+        # In place of the last line on a terminal, as a line of its own anywhere else
         if not self._output.live(text):
             self._output.message(text)
 
     def _step(self, step: int, loss: float, seconds: float) -> None:
         text = f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.3f}  {seconds:.2f} s/step"
         left = f"  {format_seconds((self._steps - step) * seconds)} left"
+        # In a log, some steps are enough.
         if not self._output.live(text + left) and (step % _LINE_EVERY == 0 or step in (1, self._steps)):
             self._output.message(text)
 
@@ -89,6 +94,7 @@ class _DemoProgress:
         from statexchange.formats.registry import open_source
         from statexchange.report.supply import nbytes_by_rank, supply_of, supply_picture
 
+        # The demo has called: only now do the files of one without --keep exist.
         with open_source(path, strict=False) as source:
             supply = supply_of(source)
         for rank, nbytes in sorted(nbytes_by_rank(supply.tensors).items()):
@@ -104,7 +110,9 @@ def _show(output: Output, report: DemoReport, supplied: list[str], picture: str 
     _show_loss(output, report)
     _show_checks(output, report)
     _section(output, "which rank supplied which bytes", supplied)
-    title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
+    title = "files (not kept; --keep DIR does)"
+    if report.path:
+        title = f"files in {report.path}"
     _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])
     if picture is not None:
         output.line()
@@ -128,6 +136,7 @@ def _show_loss(output: Output, report: DemoReport) -> None:
     if first:
         text = f"loss on {report.first_world_size} ranks, killed after step {len(first)} of {len(losses)}"
         output.line(f"{text}: {first[0]:.2f} to {first[-1]:.2f}")
+    # The median: the first steps compile and warm up.
     pace = sorted(report.step_seconds)[len(report.step_seconds) // 2]
     text = f"loss on {report.world_size} ranks, resumed from the save of step {report.resumed_step}"
     output.line(f"{text}: {losses[report.resumed_step]:.2f} to {losses[-1]:.2f}, steps of {pace:.2f} s")

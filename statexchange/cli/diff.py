@@ -54,16 +54,19 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
         call = CallOptions.of({**arguments, "on_progress": progress})
         report = diff_paths(a, b, ExportOptions.of(arguments), call)
     notes = [*report.notes]
+    # What only one side has may be the same tensor under another name, if the other side has such tensors, too.
     if {"only in a", "only in b"} <= {tensor.status for tensor in report.tensors}:
         notes.append(_RENAME)
     for note in notes:
         output.message(f"note: {note}")
     if report.differing:
-        header = (*_HEADER, "SIZE") if stat else _HEADER
-        rows = []
+        header, rows = list(_HEADER), []
         for tensor in report.differing:
-            bar = (_bar(output, tensor.values),) if stat else ()
-            rows.append((*_cells(tensor), *bar))
+            rows.append(_cells(tensor))
+            if stat:
+                rows[-1].append(_bar(output, tensor.values))
+        if stat:
+            header.append("SIZE")
         output.table(header, rows, right=_HEADER[2:6], drop=_DROP)
     output.line(str(report))
     data = {
@@ -75,23 +78,21 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
         "nbytes": report.nbytes,
         "notes": notes,
     }
-    return output.finish(data, rows=("tensors", report.tensors), code="OK" if report.equal else "FINDINGS")
+    return output.finish(data, rows=("tensors", report.tensors), is_ok=report.equal)
 
 
-def _cells(tensor: TensorDiff) -> tuple[str, ...]:
+def _cells(tensor: TensorDiff) -> list[str]:
+    cells = [tensor.name, _difference(tensor)]
     values = tensor.values
     if values is None:
-        return tensor.name, _difference(tensor), "-", "-", "-", "-", "-", "-"
-    return (
-        tensor.name,
-        _difference(tensor),
-        f"{values.num_differing:,}",
-        f"{values.max_abs:.3g}",
-        f"{values.relative_l2:.3g}",
-        f"{values.cosine:.6f}",
-        "-" if values.first is None else format_shape(values.first),
-        f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-",
-    )
+        return [*cells, *("-" * (len(_HEADER) - len(cells)))]
+    cells += [f"{values.num_differing:,}", f"{values.max_abs:.3g}", f"{values.relative_l2:.3g}", f"{values.cosine:.6f}"]
+    first = nans = "-"
+    if values.first is not None:
+        first = format_shape(values.first)
+    if values.num_nan_a or values.num_nan_b:
+        nans = f"{values.num_nan_a:,} {values.num_nan_b:,}"
+    return [*cells, first, nans]
 
 
 def _difference(tensor: TensorDiff) -> str:
@@ -99,8 +100,9 @@ def _difference(tensor: TensorDiff) -> str:
     if tensor.status == "shape" and tensor.shape_a is not None and tensor.shape_b is not None:
         return f"shape {format_shape(tensor.shape_a)} {format_shape(tensor.shape_b)}"
     if tensor.dtype_a != tensor.dtype_b and tensor.dtype_a is not None and tensor.dtype_b is not None:
-        text = f"{tensor.dtype_a} {tensor.dtype_b}"
-        return f"dtype {text}" if tensor.status == "dtype" else f"values, {text}"
+        # Of equal values the dtype is all that differs.
+        what = "dtype" if tensor.status == "dtype" else "values,"
+        return f"{what} {tensor.dtype_a} {tensor.dtype_b}"
     return tensor.status
 
 
@@ -108,5 +110,6 @@ def _bar(output: Output, values: ValueDiff | None) -> str:
     """Return a bar by the relative difference, on a logarithmic scale; "" without one, as of NaN alone."""
     if values is None or not values.relative_l2:
         return ""
+    # 1e-10 and less is one character, so that a difference is always seen.
     decades = max(0.0, _DECADES + math.log10(min(values.relative_l2, 1.0)))
     return output.bar(max(1, round(_BAR * decades / _DECADES)))

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["report_failure"]
 
 # Errors of the operating system that are not bugs of statexchange, in case one arrives here as a plain OSError.
-_REFUSALS = {
-    getattr(errno, name, None)
-    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
-}
+_REFUSALS: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_REFUSALS += (errno.ESTALE, errno.ENAMETOOLONG)
 _REPORT = (
     f"this is a bug in statexchange {__version__}, or in the package at the end of the text above: report it, with the "
     "text, to the place where you got that package"
@@ -39,6 +37,7 @@ def report_failure(output: Output, error: Exception) -> int:
         return output.fail(error, error.code, _hint(error))
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return output.fail(StorageError.of(error, "continue", path=error.filename), "IO")
+    # Python before 3.12 may wrap an interrupt into another error.
     if is_interrupt(error):
         return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
     import traceback
@@ -49,6 +48,7 @@ def report_failure(output: Output, error: Exception) -> int:
 
 def _hint(error: StateExchangeError) -> str | None:
     context = click.get_current_context(silent=True)
+    # Other commands stop at the first problem.
     if isinstance(error, CorruptError | IncompleteError) and (context is None or context.info_name != "verify"):
         return "statexchange verify lists all problems"
     return None

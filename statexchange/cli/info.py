@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -14,16 +15,17 @@ from statexchange.formats.source import abbreviated_list, abbreviated_reasons
 from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from statexchange.formats.source import Part
     from statexchange.report.rounds import RankStatus
-    from statexchange.report.summary import SectionSummary, Summary
+    from statexchange.report.saves import SaveRow, UnfinishedRow
+    from statexchange.report.summary import Summary
     from statexchange.report.tensor_facts import ModuleNode
 
 _MAX_NAMES = 4  # shown of a part's files
 _DEPTH = 4  # of the tree: a layer's attention and MLP, in most models
-_TREE_HEADER = ("MODULE", "PARAMETERS", "BYTES")
+_TREE_HEADER: tuple[str, ...] = ("MODULE", "PARAMETERS", "BYTES")
 _BAR = 20  # characters of all bytes
 
 
@@ -52,9 +54,11 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize
 
+    # --depth alone asks for the tree, too.
     if depth is None and tree:
         depth = _DEPTH
     if holds_saves(path):
+        # A job's saves are many checkpoints.
         if picture is not None or depth is not None:
             text = "--svg and --tree show one checkpoint, and this directory has saves: name one of them"
             raise InvalidArgumentError(text, path=path)
@@ -69,6 +73,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
 
         with open_source(path, strict=False) as source:
             picture.write(parameters_picture(source))
+    # The rounds of a workspace also show the ranks that have not written the newest one.
     statuses: list[RankStatus] = []
     if summary.kind == "workspace" and summary.run is not None:
         from statexchange.report.rounds import list_rounds, newest_of_ranks
@@ -88,17 +93,21 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
 
 def _show_tree(output: Output, tree: ModuleNode) -> None:
     """Write a row for each module: indented and with a bar by its bytes, or with exact numbers for programs."""
-    header = (*_TREE_HEADER, "SHARE") if output.aligned else _TREE_HEADER
+    header = _TREE_HEADER
+    if output.aligned:
+        header += ("SHARE",)
     rows: list[tuple[str, ...]] = []
     for level, node in tree.walk(-1):
+        # The top has no name, and its numbers are those of the summary.
         if node is tree:
             continue
         if not output.aligned:
             rows.append((node.path, str(node.num_parameters), str(node.nbytes)))
             continue
-        alike = f" ({node.num_alike:,} alike)" if ".." in node.name else ""
+        name = f"{'  ' * level}{node.name}"
+        if ".." in node.name:
+            name += f" ({node.num_alike:,} alike)"
         bar = output.bar(round(_BAR * node.nbytes / (tree.nbytes or 1)))
-        name = f"{'  ' * level}{node.name}{alike}"
         rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes), bar))
     output.table(header, rows, right=_TREE_HEADER[1:])
 
@@ -106,23 +115,38 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
 def _rank_field(status: RankStatus) -> tuple[str, str]:
     if status.round is None:
         return f"rank {status.rank}", "missing"
-    facts = [f"round {status.round}" + (", late" if status.status == "late" else "")]
+    facts = [f"round {status.round}"]
+    if status.status == "late":
+        facts.append("late")
     if status.written is not None:
         facts.append(f"written {format_time(status.written)}")
     if status.num_config_keys is not None:
         keys = format_number(status.num_config_keys, "config key")
-        facts.append(keys + (f" ({status.config_type})" if status.config_type else ""))
+        if status.config_type:
+            keys += f" ({status.config_type})"
+        facts.append(keys)
     if status.nbytes is not None:
         facts.append(format_bytes(status.nbytes))
     return f"rank {status.rank}", ", ".join(facts)
 
 
 def _fields(summary: Summary) -> list[tuple[str, object]]:
+    # Lines of None or an empty text are left out.
     dtypes = ", ".join(f"{dtype} {count}" for dtype, count in summary.dtypes.items())
-    files = f"{summary.num_files:,}, {_exact_bytes(summary.file_nbytes)}" if summary.num_files else None
-    sections = {name: section for name, section in summary.sections.items() if section.num_tensors}
-    others = f"{len(summary.others):,}: {abbreviated_list(summary.others)}" if summary.others else None
-    unreadable = None
+    files = saved = others = unreadable = None
+    if summary.num_files:
+        files = f"{summary.num_files:,}, {_exact_bytes(summary.file_nbytes)}"
+    if summary.created is not None:
+        saved = format_time(summary.created)
+    sections = []
+    for name, section in summary.sections.items():
+        if section.num_tensors:
+            sections.append(f"{name} {section.num_tensors:,} ({format_bytes(section.nbytes)})")
+    # One section has all that the lines above count.
+    if len(sections) == 1:
+        sections.clear()
+    if summary.others:
+        others = f"{len(summary.others):,}: {abbreviated_list(summary.others)}"
     if summary.num_unreadable:
         verb = "tensor is" if summary.num_unreadable == 1 else "tensors are"
         unreadable = f"{summary.num_unreadable:,} {verb} listed but cannot be read"
@@ -135,13 +159,13 @@ def _fields(summary: Summary) -> list[tuple[str, object]]:
         ("dtypes", dtypes or "none"),
         ("files", files),
         ("step", summary.step),
-        ("saved", _time_text(summary.created)),
+        ("saved", saved),
         ("metrics", ", ".join(f"{name} {value:g}" for name, value in summary.metrics.items())),
         ("job" if summary.kind == "save" else "run", summary.run),
         ("round", summary.round),
         ("ranks", _ranks_text(summary)),
         *_parts(summary.parts),
-        ("sections", ", ".join(map(_section_text, sections.items())) if len(sections) > 1 else None),
+        ("sections", ", ".join(sections)),
         ("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())),
         ("others", others),
         ("digests", "known, not checked here" if summary.proven else "not known"),
@@ -150,43 +174,45 @@ def _fields(summary: Summary) -> list[tuple[str, object]]:
     ]
 
 
-def _time_text(seconds: float | None) -> str | None:
-    return None if seconds is None else format_time(seconds)
-
-
 def _ranks_text(summary: Summary) -> str | None:
     if summary.world_size is None and not summary.ranks:
         return None
-    size = "" if summary.world_size is None else f" of {summary.world_size}"
-    ranks = f": {format_ranks(summary.ranks)}" if summary.ranks else ""
-    return f"{len(summary.ranks)}{size}{ranks}"
+    text = f"{len(summary.ranks)}"
+    if summary.world_size is not None:
+        text += f" of {summary.world_size}"
+    if summary.ranks:
+        text += f": {format_ranks(summary.ranks)}"
+    return text
 
 
 def _of_section(summary: Summary) -> str:
     """Return whose parameters are counted, if the checkpoint has other tensors than the model's."""
-    beside = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
-    if not beside:
+    for name, section in summary.sections.items():
+        if name != "model" and section.num_tensors:
+            break
+    else:
         return ""
-    return " in the section model" if "model" in summary.sections else " of the model, as no section is one"
+    if "model" in summary.sections:
+        return " in the section model"
+    return " of the model, as no section is one"
 
 
 def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:
     """Return the files of each section of a framework's directory."""
     names: dict[str, list[str]] = {}
     for part in parts:
+        of_section = names.setdefault(part.section or "parts", [])
         refusal = " (cannot be read)" if part.refusal else ""
-        names.setdefault(part.section or "parts", []).extend(f"{name}{refusal}" for name in part.names)
+        for name in part.names:
+            of_section.append(name + refusal)
     fields = []
     for section, of_section in names.items():
-        hidden = len(of_section) - _MAX_NAMES
-        more = f" and {hidden:,} more" if hidden > 0 else ""
-        fields.append((section, ", ".join(of_section[:_MAX_NAMES]) + more))
+        text = ", ".join(of_section[:_MAX_NAMES])
+        # A job of thousands of ranks has as many files.
+        if len(of_section) > _MAX_NAMES:
+            text += f" and {len(of_section) - _MAX_NAMES:,} more"
+        fields.append((section, text))
     return fields
-
-
-def _section_text(section: tuple[str, SectionSummary]) -> str:
-    name, summary = section
-    return f"{name} {summary.num_tensors:,} ({format_bytes(summary.nbytes)})"
 
 
 def _summarize_saves(output: Output, path: str) -> int:
@@ -196,41 +222,50 @@ def _summarize_saves(output: Output, path: str) -> int:
     report = list_saves(path)
     output.warnings(report.warnings)
     newest, newest_record = None, None
-    steps = f": steps {steps_text(row.step for row in report.saves)}" if report.saves else ""
+    steps = list(map(attrgetter("step"), report.saves))
+    count = f"{len(steps):,}"
+    if steps:
+        count += f": steps {steps_text(steps)}"
     if report.newest is not None:
-        saved = "" if report.newest.created is None else f", saved {format_time(report.newest.created)}"
-        newest = f"step {report.newest.step}{saved}, {report.newest.state}"
+        newest = f"step {report.newest.step}"
+        # The manifest of a broken save may be unreadable.
+        if report.newest.created is not None:
+            newest += f", saved {format_time(report.newest.created)}"
+        newest += f", {report.newest.state}"
         newest_record = fields_of(report.newest)
         del newest_record["problems"]  # those of all saves are listed
+    broken = [row for row in report.saves if row.problems]
     output.fields(
         [
             ("kind", "saves"),
             ("path", report.path),
-            ("saves", f"{len(report.saves):,}{steps}"),
+            ("saves", count),
             ("newest", newest),
             ("bytes", _exact_bytes(report.nbytes)),
-            ("broken", _listed({row.step: row.state for row in report.saves if row.problems})),
-            ("unfinished", _listed({row.step: row.state for row in report.unfinished})),
+            ("broken", _listed(broken)),
+            ("unfinished", _listed(report.unfinished)),
         ]
     )
     data = {
         "kind": "saves",
         "path": report.path,
         "num_saves": len(report.saves),
-        "steps": [row.step for row in report.saves],
+        "steps": steps,
         "newest": newest_record,
         "nbytes": report.nbytes,
-        "num_broken": sum(bool(row.problems) for row in report.saves),
+        "num_broken": len(broken),
         "unfinished": report.unfinished,
         "problems": report.problems,
     }
     return output.finish(data, problems=report.problems)
 
 
-def _listed(states: Mapping[int, str]) -> str:
+def _listed(rows: Sequence[SaveRow | UnfinishedRow]) -> str:
+    """Return the number of steps and their states; "" without one."""
+    states = {f"step {row.step}": row.state for row in rows}
     if not states:
         return ""
-    return f"{len(states):,}: {abbreviated_list({f'step {step}': state for step, state in states.items()})}"
+    return f"{len(states):,}: {abbreviated_list(states)}"
 
 
 def _exact_bytes(nbytes: int) -> str:

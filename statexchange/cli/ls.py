@@ -15,6 +15,7 @@ from statexchange.sharding.options import ExportOptions
 from statexchange.units import format_number, format_ranks, format_shape
 
 if TYPE_CHECKING:
+    from statexchange.errors import StateExchangeError
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
     from statexchange.report.tensor_facts import TensorRow
@@ -56,13 +57,17 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
             "--include and --svg are for tensors, and --rounds lists files: leave it out", path=path
         )
     listing = commands.listing_at(path, include=include, svg=picture, rounds=rounds)
-    if listing is not None:
-        return _list_versions(output, path) if listing == "versions" else _list_saves(output, path)
+    if listing == "versions":
+        return _list_versions(output, path)
+    if listing == "saves":
+        return _list_saves(output, path)
     if rounds:
         return _list_rounds(output, path)
+    # What is broken or missing is a warning; the rest is listed.
     source = open_source(path, strict=False)
     rows = tensor_rows(source)
     if include:
+        # By the rules of a merge, which refuses a pattern that matches nothing.
         selected = ExportOptions(include=include)
         selected.check_include([row.name for row in rows])
         rows = [row for row in rows if selected.wants(row.name)]
@@ -92,9 +97,15 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
 
 
 def _cells(output: Output, row: TensorRow, has_ranks: bool) -> tuple[str, ...]:
-    nbytes = _UNKNOWN if row.nbytes is None else output.size(row.nbytes)
-    shape = _UNKNOWN if row.shape is None else format_shape(row.shape)
-    held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
+    nbytes = shape = _UNKNOWN
+    if row.nbytes is not None:
+        nbytes = output.size(row.nbytes)
+    if row.shape is not None:
+        shape = format_shape(row.shape)
+    # Without ranks the holders are numbers of files, and the name of a single one says more.
+    held_by = row.file
+    if has_ranks or len(row.holders) > 1:
+        held_by = format_ranks(row.holders)
     return row.name, row.dtype, shape, nbytes, held_by
 
 
@@ -112,7 +123,9 @@ def _list_rounds(output: Output, path: str) -> int:
 
 
 def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
-    rank = "-" if row.rank is None else str(row.rank)
+    rank = "-"  # the name of a file that is being written does not show its rank
+    if row.rank is not None:
+        rank = str(row.rank)
     return row.run, str(row.round), rank, output.time(row.written), output.size(row.nbytes), row.state
 
 
@@ -122,10 +135,14 @@ def _list_versions(output: Output, path: str) -> int:
     rows = list_version_rows(path)
     cells = [_version_cells(output, row) for row in rows]
     output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"))
-    problems = [problem for row in rows for problem in row.problems]
+    problems: list[StateExchangeError] = []
+    records: list[Row] = []
+    nbytes = 0
+    for row in rows:
+        problems += row.problems
+        records.append({**fields_of(row), "code": worst_code(row.problems)})
+        nbytes += row.nbytes
     output.warnings(problems)
-    records: list[Row] = [{**fields_of(row), "code": worst_code(row.problems)} for row in rows]
-    nbytes = sum(row.nbytes for row in rows)
     data = {"path": without_secrets(path), "kind": "versions", "num_versions": len(rows), "nbytes": nbytes}
     return output.finish(data, rows=("versions", records), problems=problems)
 
@@ -148,6 +165,7 @@ def _list_saves(output: Output, path: str) -> int:
     records: list[Row] = []
     for row in report.saves:
         records.append({**fields_of(row), "is_finished": True, "code": worst_code(row.problems)})
+    # They have the same keys, and no code: a save that is being written is no problem.
     for row in unfinished:
         records.append({**fields_of(row), "path": row.path or None, "is_finished": False, "code": None})
     data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}
@@ -164,5 +182,7 @@ def _unfinished_row(row: UnfinishedRow) -> SaveRow:
 def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:
     metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
     size, ranks = output.size(row.nbytes), str(row.world_size or "-")
-    state = f"{row.state}, superseded" if row.is_superseded else row.state
+    state = row.state
+    if row.is_superseded:
+        state += ", superseded"
     return str(row.step), output.time(row.created), size, ranks, metrics or "-", state

@@ -31,6 +31,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
+        # Only the one that runs: each imports what it needs, and some need numpy.
         command: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
         command.name = cmd_name
         return command
@@ -43,6 +44,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click's own message suggests nothing.
         if args[0][:1] != "-" and args[0] not in COMMANDS:
             raise click.UsageError(f"No such command {args[0]!r}{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
@@ -70,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its exit code."""
     output = Output(closed=_open_closed_streams())
     code = _run(output, sys.argv[1:] if arguments is None else arguments)
-    sys.exit(code if output.close() else EXIT_CODES["IO"])
+    # A full disk may only show when the last of the output is flushed.
+    if not output.close():
+        code = EXIT_CODES["IO"]
+    sys.exit(code)
 
 
 def _open_closed_streams() -> OSError | None:
@@ -80,25 +85,31 @@ def _open_closed_streams() -> OSError | None:
     libraries write to that stream.
     """
     closed = []
+    # In this order, as `open` takes the lowest free number.
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
+            os.open(os.devnull, os.O_RDWR)
             closed.append(fd)
+    # Python has set them to None when it started without their descriptors.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if fd in closed:
             setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (stays open until the process ends)
-    return OSError(errno.EBADF, os.strerror(errno.EBADF)) if 1 in closed else None
+    if 1 in closed:
+        return OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return None
 
 
 def _run(output: Output, arguments: Sequence[str]) -> int:
     try:
+        # Not standalone: click would print errors and exit by its own codes.
         code = cli.main(list(arguments), prog_name="statexchange", obj=output, standalone_mode=False)
         return int(code or 0)
     except click.Abort:
         return EXIT_CODES["INTERRUPTED"]
     except click.ClickException as error:
+        # The command has not begun, which would have set the format.
         output.format = requested_format(arguments)
         return _refuse_usage(output, error)
     except Exception as error:  # noqa: BLE001 (what ends the program is an exit code)
@@ -106,6 +117,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    path = context.command_path if context is not None else "statexchange"
+    path = "statexchange"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        path = error.ctx.command_path
     return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")

@@ -11,7 +11,7 @@ from statexchange.cli.options import option
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.formats.sections import ALL, SECTIONS
-from statexchange.units import format_bytes, format_number, format_ranks, format_seconds, format_shape
+from statexchange.units import format_bytes, format_number, format_seconds, format_shape, name_ranks
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
@@ -70,25 +70,32 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
         if options["files_from"]:
             raise click.UsageError("--no-files and --files-from contradict each other")
     elif not options["files_from"]:
+        # For the call, () means no files, and None those of the source.
         options["files_from"] = None
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, path, **options, on_progress=progress)
+    # What was left out or differs: nobody may look at the result again.
     output.warnings(report.notes)
     _show(output, report)
     fields = fields_of(report)
     tensors = fields.pop("tensors")
-    return output.finish(fields, rows=("tensors", tensors) if report.dry_run else ("", ()))
+    if report.dry_run:
+        return output.finish(fields, rows=("tensors", tensors))
+    return output.finish(fields)
 
 
 def _show(output: Output, report: MergeReport) -> None:
-    rate = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
-    done, pace = ("would merge", "") if report.dry_run else ("merged", rate)
+    doing, pace = "would merge", ""
+    if not report.dry_run:
+        doing = "merged"
+        pace = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
     tensors = format_number(report.num_tensors, "tensor")
-    output.line(f"{done} {tensors}, {format_bytes(report.nbytes)}, into {report.path}{pace}")
+    output.line(f"{doing} {tensors}, {format_bytes(report.nbytes)}, into {report.path}{pace}")
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for name in report.reused:
         output.line(f"  {name} was reused from an interrupted merge")
+    # A dry run has the plan of each tensor; after a merge `ls` shows the result.
     rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
         output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows, drop=("SHAPE", "DTYPE"))
@@ -98,6 +105,10 @@ def _show(output: Output, report: MergeReport) -> None:
 
 def _origin(tensor: PlannedTensor) -> str:
     """Return which ranks supply a tensor, and in how many regions."""
-    regions = f"{tensor.num_boxes:,} regions of " if tensor.num_boxes != len(tensor.ranks) else ""
-    source = f", as {tensor.source}" if tensor.source != tensor.name else ""
-    return f"{regions}rank{'s' if len(tensor.ranks) != 1 else ''} {format_ranks(tensor.ranks)}{source}"
+    text = name_ranks(tensor.ranks)
+    # Usually each rank has one region.
+    if tensor.num_boxes != len(tensor.ranks):
+        text = f"{tensor.num_boxes:,} regions of {text}"
+    if tensor.source != tensor.name:
+        text += f", as {tensor.source}"
+    return text

@@ -19,10 +19,13 @@ def _parse_renames(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> list[tuple[str, str]]:
     """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
+    pairs = []
     for value in values:
-        if "=" not in value:
+        regex, equals, replacement = value.rpartition("=")
+        if not equals:
             raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
-    return [value.rpartition("=")[::2] for value in values]
+        pairs.append((regex, replacement))
+    return pairs
 
 
 def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
@@ -30,6 +33,7 @@ def _parse_numbers(context: click.Context, parameter: click.Parameter, values: t
     numbers: dict[str, int] = {}
     for value in values:
         name, _, number = value.partition("=")
+        # int() would also take "1_000", " 7" and other digits than ASCII; a number of 15 digits fits anywhere.
         if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
             raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
         numbers[name] = int(number)
@@ -41,15 +45,18 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     by_pattern: dict[str, str] = {}
     for value in values:
         pattern, _, dtype = value.rpartition("=")
-        if not pattern and "*" in by_pattern:
-            raise click.BadParameter(f"{by_pattern['*']} and {dtype} are both for all tensors", context, parameter)
-        by_pattern[pattern or "*"] = dtype
+        pattern = pattern or "*"
+        if pattern in by_pattern:
+            what = {"*": "all tensors"}.get(pattern, pattern)
+            raise click.BadParameter(f"{by_pattern[pattern]} and {dtype} are both for {what}", context, parameter)
+        by_pattern[pattern] = dtype
+    # Last, whatever the order on the command line
     if "*" in by_pattern:
         by_pattern["*"] = by_pattern.pop("*")
     return by_pattern or None
 
 
-_FIELDS = {field.name: field for record in (CallOptions, ExportOptions) for field in fields(record)}
+_FIELDS = {field.name: field for field in (*fields(CallOptions), *fields(ExportOptions))}
 _CALLBACKS = {"rename": _parse_renames, "convert_with": _parse_numbers, "dtype": _parse_dtypes}
 
 
@@ -61,6 +68,7 @@ def option(name: str, *short: str, **changes: object) -> Callable[[F], F]:
         short: its short form, as "-i".
         changes: what this command shows in another way than the field says, such as `help`.
     """
+    # One source of names, helps and defaults: the record of the public call says them for the command, too.
     default = _FIELDS[name].default
     shown = {**_FIELDS[name].metadata["shown"], **changes}
     if "choices" in shown:

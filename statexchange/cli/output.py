@@ -58,7 +58,9 @@ Row = dict[str, Any]
 
 def code_of(finding: StateExchangeError) -> str:
     """Return the code of a finding; different copies are FINDINGS, not CORRUPT."""
-    return "FINDINGS" if isinstance(finding, ReplicaError) else finding.code
+    if isinstance(finding, ReplicaError):
+        return "FINDINGS"
+    return finding.code
 
 
 def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
@@ -69,7 +71,9 @@ def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | 
 def worst_code(findings: Iterable[StateExchangeError]) -> str:
     """Return the code of the most severe finding; OK if there is none."""
     worst = most_severe(findings)
-    return "OK" if worst is None else code_of(worst)
+    if worst is None:
+        return "OK"
+    return code_of(worst)
 
 
 class Output:
@@ -107,6 +111,7 @@ class Output:
 
     def bar(self, length: int) -> str:
         """Return a bar of so many characters, in ASCII if stdout cannot encode blocks."""
+        # The C locale, as in many containers, has ASCII alone.
         try:
             "█".encode(sys.stdout.encoding or "ascii")
         except UnicodeEncodeError:
@@ -121,6 +126,7 @@ class Output:
     def fields(self, fields: Iterable[tuple[str, object]]) -> None:
         """Write keys and values, one pair a line, without values that are None or empty texts."""
         rows = [(key, value) for key, value in fields if value not in (None, "")]
+        # One column of keys for those that are shown
         width = max((len(key) for key, _ in rows), default=0)
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
@@ -129,11 +135,15 @@ class Output:
         """Return the cell of a number of bytes: exact for programs, rounded for people, "-" if it is not known."""
         if nbytes is None:
             return "-"
-        return format_bytes(nbytes) if self.aligned else str(nbytes)
+        if self.aligned:
+            return format_bytes(nbytes)
+        return str(nbytes)
 
     def time(self, seconds: float | None) -> str:
         """Return the cell of a time since the epoch, "-" if it is not known."""
-        return "-" if seconds is None else format_time(seconds)
+        if seconds is None:
+            return "-"
+        return format_time(seconds)
 
     def table(
         self,
@@ -150,10 +160,13 @@ class Output:
         """
         if not self.human:
             return
-        cells: Sequence[Sequence[str]] = [list(header), *([printable(cell) for cell in row] for row in rows)]
+        # Names come from files: a control character in one could rewrite the lines above on a terminal.
+        cells: Sequence[Sequence[str]] = [list(map(printable, row)) for row in (header, *rows)]
         if sys.stdout.isatty() and self.width < _WIDE_COLUMNS:
             cells = narrowed(cells, self.width, drop)
-        lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
+        lines = list(map("\t".join, cells))
+        if self.aligned:
+            lines = aligned(cells, right)
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))
         for line in lines[1:]:
             self._write(sys.stdout, line)
@@ -170,6 +183,7 @@ class Output:
 
     def warning(self, text: str) -> None:
         """Write a warning to stderr, or keep it for the JSON output."""
+        # JSON has them beside the data, and quiet programs still get them.
         self._warnings.append(text)
         if self.human and not self.quiet:
             self._marked("warning:", _YELLOW, text)
@@ -185,6 +199,7 @@ class Output:
         *,
         rows: tuple[str, Iterable[object]] = ("", ()),
         problems: Iterable[StateExchangeError] = (),
+        is_ok: bool = True,
         code: str = "OK",
         error: BaseException | None = None,
     ) -> int:
@@ -195,9 +210,12 @@ class Output:
             rows: (plural name, objects). JSON has them in `data` under that name. JSON Lines has one object a line,
                 whose type is the name's singular; the last line is a summary with `data`.
             problems: what was found, of which the most severe decides the code.
+            is_ok: whether nothing else was found, such as a difference: else the code without a problem is FINDINGS.
             code: the code without a problem.
             error: the error that ended the command, if one did.
         """
+        if not is_ok:
+            code = "FINDINGS"
         worst = most_severe(problems)
         if worst is not None:
             code, error = code_of(worst), worst
@@ -205,6 +223,7 @@ class Output:
             return EXIT_CODES[code]
         name, objects = rows
         is_lines = self.format == "jsonl"
+        # One of several PATHs has one line in all, so that each line names its PATH.
         if is_lines and self._path is None:
             for row in objects:
                 self._write(sys.stdout, _json({"type": name.removesuffix("s"), **_plain(row)}))
@@ -215,8 +234,10 @@ class Output:
             result["error"] = error_record(error, code)
         if self._path is None:
             result = {"schema": SCHEMA, **result}
-            text = _json({"type": "summary", **result}) if is_lines else _json(result, indent=2)
-            self._write(sys.stdout, text)
+            if is_lines:
+                self._write(sys.stdout, _json({"type": "summary", **result}))
+            else:
+                self._write(sys.stdout, _json(result, indent=2))
         elif is_lines:
             self._write(sys.stdout, _json({"type": "path", "path": self._path, **result}))
         else:
@@ -240,12 +261,15 @@ class Output:
                 self.line(f"==> {self._path} <==")  # as head and tail write
                 codes.append(look(path))
         finally:
+            # Also after an error in the options, whose JSON is that of the whole command.
             self._path, self._warnings = None, []
         if total:
             self._show_total(paths, codes, total)
-        code = min((_CODES[number] for number in codes), key=_MOST_SEVERE_FIRST.index)
-        counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
-        return self.finish(counts if self.format == "jsonl" else self._records, code=code)
+        code = min(map(_CODES.__getitem__, codes), key=_MOST_SEVERE_FIRST.index)
+        data: Row | list[Row] = self._records
+        if self.format == "jsonl":  # the records are written
+            data = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
+        return self.finish(data, code=code)
 
     def _show_total(self, paths: Sequence[str], codes: Sequence[int], total: str) -> None:
         self.line()
@@ -256,6 +280,7 @@ class Output:
 
     def fail(self, error: BaseException, code: str, hint: str | None = None, *, trace: str = "") -> int:
         """Report the error that ended the command, after a traceback if there is one, and return the exit code."""
+        # Also in JSON mode: on stderr, where it does not break the output.
         for line in trace.splitlines():
             self._write(sys.stderr, printable(line))
         if not self.human:
@@ -269,6 +294,7 @@ class Output:
         """Show `text` in place of the last live text; "" clears the line. Return False without a terminal."""
         if self.quiet or not sys.stderr.isatty():
             return False
+        # A character less than the width, as some terminals wrap after the last column; \x1b[K clears the rest of it.
         self._write(sys.stderr, f"\r{printable(text)[: self.width - 1]}\x1b[K", end="")
         return True
 
@@ -289,8 +315,9 @@ class Output:
         self._write(sys.stderr, f"{self._styled(mark, style, sys.stderr)} {_printable_lines(text)}")
 
     def _styled(self, text: str, style: str, stream: TextIO) -> str:
-        plain = not stream.isatty() or settings.no_color()
-        return text if plain else f"{style}{text}{_RESET}"
+        if not stream.isatty() or settings.no_color():
+            return text
+        return f"{style}{text}{_RESET}"
 
     def _write(self, stream: TextIO, text: str, end: str = "\n") -> None:
         if stream is sys.stdout and self._closed is not None:
@@ -298,6 +325,7 @@ class Output:
             return
         if stream is sys.stderr:
             self._flush_data()  # a message comes after the data that it follows, where both go to one file
+        # What the encoding lacks is escaped, where a stream would raise: a name may have any character.
         encoding = stream.encoding or "ascii"
         try:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
@@ -308,9 +336,11 @@ class Output:
 
     def _give_up(self, stream: TextIO, error: OSError) -> None:
         """Redirect a stream to /dev/null, so that no later write fails, not even the flush at exit."""
+        # The descriptor is replaced and not the stream: Python flushes the stream that it has, at exit, too.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+        # A reader that has closed the pipe, as `head` does, wants no more.
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             self._lost = error
 
@@ -345,7 +375,9 @@ def _simple(value: object) -> object:
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]}..."
+    return text
 
 
 def _json(value: object, indent: int | None = None) -> str:
@@ -354,6 +386,7 @@ def _json(value: object, indent: int | None = None) -> str:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it: records and errors are objects; NaN, infinite and complex numbers are text."""
+    # JSON has none of these, and a reader in another language would stop at the words that Python writes.
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     if isinstance(value, StateExchangeError):

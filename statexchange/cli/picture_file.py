@@ -28,6 +28,7 @@ def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[.
         def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
             if svg is not None and len(options.get("paths", ())) > 1:
                 raise InvalidArgumentError("--svg draws one checkpoint: name one PATH")
+            # Before anything is read: a path that is refused costs no waiting.
             picture = None if svg is None else PictureFile.at(svg, overwrite)
             return function(*arguments, picture=picture, **options)
 
@@ -64,6 +65,7 @@ class PictureFile:
         if exists and not overwrite:
             text = "a file of this name exists: choose another, or replace it, for which --svg has --overwrite"
             raise TargetExistsError(text, path=resolved)
+        # Not a link either, whose target --overwrite does not mean, nor a device such as /dev/stdout.
         if exists and (os.path.islink(resolved) or not os.path.isfile(resolved)):
             raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
         return cls(resolved, overwrite)

@@ -36,11 +36,13 @@ class LiveLine:
 
     def show(self, text: Callable[[float], str]) -> None:
         """Show what `text` returns for the seconds since the start, at most every 0.1 s; cheap otherwise."""
+        # Called for each window that is read: between two lines it only looks at the clock.
         now = time.monotonic()
         if now < self._next_live:
             return
         self._next_live = now + _LIVE_S
         line = f"{self._label}  {text(now - self._began)}"
+        # Without a terminal, which tells the two apart, a log gets a line of its own now and then.
         self._shown = self._output.live(line)
         if not self._shown and now >= self._next_line:
             self._next_line = now + _LOG_S
@@ -67,8 +69,12 @@ class Progress(LiveLine):
         """Show `done` of `total` bytes."""
 
         def text(seconds: float) -> str:
-            left = (total - done) * seconds / done if done else 0.0
-            share = done / total if total else 1.0
+            # At the rate so far. Tensors without elements have 0 bytes in all.
+            left, share = 0.0, 1.0
+            if done:
+                left = (total - done) * seconds / done
+            if total:
+                share = done / total
             sizes = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
             return f"{sizes}  {format_bytes(done / seconds)}/s  {format_seconds(left)} left"
 

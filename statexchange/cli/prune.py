@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +16,7 @@ from statexchange.storage.steps import Retention, steps_text
 from statexchange.units import format_bytes, format_number
 
 if TYPE_CHECKING:
-    from statexchange.checkpoint.prune import PruneReport, PruneRow
+    from statexchange.checkpoint.prune import PruneReport
 
 _HEADER = ("STEP", "BYTES", "ACTION", "WHY")
 _VERSIONS_HEADER = ("RUN", "VERSION", "BYTES", "ACTION")
@@ -23,6 +25,7 @@ _VERSIONS_HEADER = ("RUN", "VERSION", "BYTES", "ACTION")
 def _parse_best(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, str] | None:
     if value is None:
         return None
+    # The last colon: the name of a metric may have one, such as "eval:loss".
     metric, _, direction = value.rpartition(":")
     if not metric or direction not in ("min", "max"):
         raise click.BadParameter(f"{value!r} is neither METRIC:min nor METRIC:max", context, parameter)
@@ -68,12 +71,14 @@ def command(
     from statexchange.storage.versions import holds_versions
 
     commands.refuse_other_ranks()
+    # Versions have no steps and no metrics.
     if holds_versions(path):
         if keep_every is not None or best is not None:
             raise click.UsageError("--keep-every and --best are for saves, and PATH has versions")
         return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
+    # Broken saves were not removed: somebody may want to rescue what they have.
     output.warnings(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
@@ -85,34 +90,50 @@ def _prune_versions(output: Output, path: str, keep: int, *, is_dry_run: bool) -
 
     rows = prune_versions(path, keep, dry_run=is_dry_run)
     cells = []
+    nbytes = 0
     for row in rows:
-        action = "would be retired" if is_dry_run and row.action == "retired" else row.action
-        cells.append((row.run, str(row.version), output.size(row.nbytes), action))
+        cells.append((row.run, str(row.version), output.size(row.nbytes), _action_text(row.action, is_dry_run)))
+        # What is retired now is removed later.
+        if row.action == "removed":
+            nbytes += row.nbytes
     output.table(_VERSIONS_HEADER, cells, right=_VERSIONS_HEADER[1:3])
-    nbytes = sum(row.nbytes for row in rows if row.action == "removed")
     if output.human:
-        num_removed = format_number(sum(row.action == "removed" for row in rows), "version")
-        num_retired = sum(row.action == "retired" for row in rows)
-        output.message(f"removed {num_removed}, {format_bytes(nbytes)}; {num_retired:,} retired")
+        counts = Counter(map(attrgetter("action"), rows))
+        removed = format_number(counts["removed"], "version")
+        output.message(f"removed {removed}, {format_bytes(nbytes)}; {counts['retired']:,} retired")
     data = {"path": without_secrets(path), "dry_run": is_dry_run, "nbytes": nbytes}
-    return output.finish(data, rows=("versions", [fields_of(row) for row in rows]), problems=())
+    return output.finish(data, rows=("versions", list(map(fields_of, rows))))
 
 
 def _show(output: Output, report: PruneReport) -> None:
-    removed = [row for row in report.rows if row.action == "removed"]
-    kept = [row.step for row in report.rows if row.action == "kept"]
-    output.table(_HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2])
-    num_saves = sum(not row.is_unfinished for row in removed)
-    saves = format_number(num_saves, "save")
-    unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""
-    doing = "would remove" if report.dry_run else "removed"
-    staying = "kept none"
+    cells = []
+    kept = []
+    num_saves = num_unfinished = 0
+    for row in report.rows:
+        action = _action_text(row.action, report.dry_run)
+        cells.append((str(row.step), output.size(row.nbytes), action, row.reason))
+        if row.action == "kept":
+            kept.append(row.step)
+        elif row.action == "removed" and row.is_unfinished:
+            num_unfinished += 1
+        elif row.action == "removed":
+            num_saves += 1
+    output.table(_HEADER, cells, right=_HEADER[:2])
+    # JSON has the rows, from which all of this follows.
+    if not output.human:
+        return
+    text = "would remove" if report.dry_run else "removed"
+    text += f" {format_number(num_saves, 'save')}"
+    if num_unfinished:
+        text += f" and {num_unfinished:,} unfinished"
+    staying = "none"
     if kept:
-        staying = f"kept step{'s' if len(kept) > 1 else ''} {steps_text(kept)}"
-    if output.human:
-        output.message(f"{doing} {saves}{unfinished}, {format_bytes(report.nbytes)}; {staying}")
+        staying = f"step{'s' if len(kept) > 1 else ''} {steps_text(kept)}"
+    output.message(f"{text}, {format_bytes(report.nbytes)}; kept {staying}")
 
 
-def _cells(output: Output, row: PruneRow, is_dry_run: bool) -> tuple[str, ...]:
-    action = "would be removed" if is_dry_run and row.action == "removed" else row.action
-    return str(row.step), output.size(row.nbytes), action, row.reason
+def _action_text(action: str, is_dry_run: bool) -> str:
+    """Return what was done, or would be done: "removed" becomes "would be removed"."""
+    if is_dry_run and action in ("removed", "retired"):
+        return f"would be {action}"
+    return action

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +24,7 @@ _DROP = ("TENSORS", "PARAMETERS", "MODEL", "AGE", "STEP", "KIND")
 _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
     "size": lambda row: (-row.nbytes, ""),
     "age": lambda row: (-(row.modified or 0.0), ""),
-    "step": lambda row: (-1 if row.step is None else row.step, ""),
+    "step": lambda row: (-1 if row.step is None else row.step, ""),  # first those without a step
     "verdict": lambda row: (row.status == "whole", row.verdict),
 }
 
@@ -65,30 +66,32 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
         for path in paths:
             for row in scan(path, on_directory=count):
                 rows.append(row)  # one by one, as `count` shows their number
-    broken = [row for row in rows if row.status == "broken"]
+    # What --only leaves out is counted, and decides the exit code.
+    statuses = Counter(map(attrgetter("status"), rows))
     shown = [row for row in rows if only in (None, row.status)]
     if sort != "path":
         shown.sort(key=_KEYS[sort])
     cells = [_cells(output, row) for row in shown]
     output.table(_HEADER, cells, right=_HEADER[3:8], drop=_DROP)
-    counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
-    total = format_number(len(rows), "checkpoint")
     places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"
-    output.message(f"{total} in {places}" + (f": {counts}" if rows else ""))
-    data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": len(broken)}
-    return output.finish(data, rows=("checkpoints", shown), code="FINDINGS" if broken else "OK")
+    text = f"{format_number(len(rows), 'checkpoint')} in {places}"
+    if rows:
+        text += f": {', '.join(f'{count:,} {status}' for status, count in statuses.most_common())}"
+    output.message(text)
+    num_broken = statuses["broken"]
+    data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": num_broken}
+    return output.finish(data, rows=("checkpoints", shown), is_ok=not num_broken)
 
 
 def _cells(output: Output, row: ScanRow) -> tuple[str, ...]:
-    age = "-" if row.modified is None else format_seconds(max(0.0, time.time() - row.modified))
-    return (
-        row.path,
-        row.kind or "-",
-        row.model or "-",
-        "-" if row.step is None else str(row.step),
-        f"{row.num_tensors:,}" if output.aligned else str(row.num_tensors),
-        format_count(row.num_parameters) if output.aligned else str(row.num_parameters),
-        output.size(row.nbytes),
-        age,
-        row.verdict,
-    )
+    step = age = "-"
+    if row.step is not None:
+        step = str(row.step)
+    if row.modified is not None:
+        # A server's clock may be ahead.
+        age = format_seconds(max(0.0, time.time() - row.modified))
+    num_tensors, num_parameters = str(row.num_tensors), str(row.num_parameters)
+    if output.aligned:
+        num_tensors, num_parameters = f"{row.num_tensors:,}", format_count(row.num_parameters)
+    texts = (row.path, row.kind or "-", row.model or "-", step, num_tensors, num_parameters)
+    return (*texts, output.size(row.nbytes), age, row.verdict)

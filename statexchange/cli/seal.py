@@ -34,5 +34,6 @@ def command(output: Output, path: str, overwrite: bool, dry_run: bool) -> int:
     doing = "would write" if report.dry_run else "wrote"
     tensors = format_number(report.num_tensors, "tensor")
     files = format_number(report.num_files, "file")
+    # The files beside the tensors, too, such as tokenizers: a changed one is found by its digest.
     output.line(f"{doing} {report.manifest}: digests of {tensors} and {files}, {format_bytes(report.nbytes)}")
     return output.finish(fields_of(report))

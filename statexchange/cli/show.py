@@ -6,6 +6,8 @@ import math
 import re
 import sys
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +16,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
-from statexchange.units import format_bytes, format_ranks, format_shape
+from statexchange.units import format_bytes, format_ranks, format_shape, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +43,10 @@ def _parse_slice(context: click.Context, parameter: click.Parameter, value: str 
         return None
     index: list[int | slice] = []
     text = value.strip().removeprefix("[").removesuffix("]")
-    for part in text.split(",") if text else []:
+    # Of a tensor without dims; "".split(",") would have one part.
+    if not text:
+        return ()
+    for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
             text = f"{value!r} is not of the form 0:2,:8 (begin:end, or one index)"
@@ -98,10 +103,11 @@ def command(
     if name is None and picture is not None:
         raise click.UsageError("--svg draws a tensor: give its NAME after PATH", click.get_current_context())
     with open_source(path, strict=False) as source:
-        selected = source if rank is None else _of_rank(source, rank)
+        if rank is not None:
+            source = _of_rank(source, rank)  # noqa: PLW2901 (the same files, which the first one closes)
         if name is None:
-            return _show_configs(output, without_secrets(path), selected)
-        return _show_tensor(output, without_secrets(path), selected, name, index, picture, is_part=rank is not None)
+            return _show_configs(output, without_secrets(path), source)
+        return _show_tensor(output, without_secrets(path), source, name, index, picture, is_part=rank is not None)
 
 
 def _of_rank(source: Source, rank: int) -> Source:
@@ -112,10 +118,14 @@ def _of_rank(source: Source, rank: int) -> Source:
         )
     files = tuple(shard_file for shard_file in source.files if shard_file.rank == rank)
     if not files:
-        with_files = format_ranks(shard_file.rank for shard_file in source.files)
-        holders = f"these ranks have: {with_files}" if with_files else "no rank has one"
+        holders = "no rank has one"
+        if source.files:
+            holders = f"these ranks have: {format_ranks(map(attrgetter('rank'), source.files))}"
         raise NotFoundError(f"rank {rank} has no file here; {holders}", path=source.path)
-    return replace(source, files=files, configs={rank: source.configs[rank]} if rank in source.configs else {})
+    configs = {}
+    if rank in source.configs:
+        configs[rank] = source.configs[rank]
+    return replace(source, files=files, configs=configs)
 
 
 # Configs
@@ -128,7 +138,10 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     by_ranks = plain_configs(source)
     comparison = compare_configs(by_ranks)
     entries = plain_entries(source)
-    model = None if by_ranks else model_config(source.config_store)
+    # The configs of ranks are those of the job, which may differ from the model's beside them.
+    model = None
+    if not by_ranks:
+        model = model_config(source.config_store)
     output.warnings(source.problems)
     output.line(_title(path, source))
     if by_ranks:
@@ -141,6 +154,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         _write_entries(output, entries, source.others)
     if source.metadata and not by_ranks:
         _write_section(output, "metadata", dict(source.metadata))
+    # An empty answer would look like a failure.
     if not (by_ranks or model is not None or source.others or source.metadata or source.problems):
         output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
     data = {
@@ -173,8 +187,10 @@ def _title(path: str, source: Source) -> str:
 
 
 def _write_comparison(output: Output, by_ranks: Mapping[tuple[int, ...], Any], comparison: ConfigComparison) -> None:
-    ranks = [rank for of_config in by_ranks for rank in of_config]
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"all ranks ({format_ranks(ranks)})"
+    ranks = list(chain.from_iterable(by_ranks))
+    who = f"all ranks ({format_ranks(ranks)})"
+    if len(ranks) == 1:
+        who = f"rank {ranks[0]}"
     if not comparison.differing:
         _write_section(output, who, comparison.common)
         return
@@ -185,7 +201,7 @@ def _write_comparison(output: Output, by_ranks: Mapping[tuple[int, ...], Any], c
     for differing in comparison.differing:
         output.line(f"  {differing.key or 'the config'}")
         for value in differing.values:
-            label = f"rank {value.ranks[0]}" if len(value.ranks) == 1 else f"ranks {format_ranks(value.ranks)}"
+            label = name_ranks(value.ranks)
             if not value.is_present:
                 output.line(f"    {label}: {_ABSENT}")
                 continue
@@ -216,8 +232,11 @@ def _tree_lines(key: str, value: Any, depth: int, is_cut: bool) -> Iterator[str]
     if isinstance(value, dict) and value.get("__name__") == "tensor" and value.keys() == {"__name__", "name"}:
         yield f"{indent}{key}: tensor {value['name']}"
     elif _is_nested(value):
-        name = value.get("__name__") if isinstance(value, dict) else None
-        yield f"{indent}{key}: {name}" if isinstance(name, str) else f"{indent}{key}:"
+        title = f"{indent}{key}:"
+        # The type of a dataclass, namedtuple or Enum
+        if isinstance(value, dict) and isinstance(value.get("__name__"), str):
+            title += f" {value['__name__']}"
+        yield title
         yield from _body_lines(value, depth + 1, is_cut)
     else:
         yield f"{indent}{key}: {_value_text(value, is_cut)}"
@@ -227,18 +246,18 @@ def _body_lines(value: Any, depth: int, is_cut: bool) -> Iterator[str]:
     if not _is_nested(value):
         yield "  " * depth + _value_text(value, is_cut)
         return
-    if isinstance(value, dict):
-        items = [(key, item) for key, item in value.items() if key != "__name__"]
-    else:
-        items = [(f"[{number}]", item) for number, item in enumerate(value)]
-    for key, item in items:
-        yield from _tree_lines(key, item, depth, is_cut)
+    if not isinstance(value, dict):
+        value = {f"[{number}]": item for number, item in enumerate(value)}
+    for key, item in value.items():
+        if key != "__name__":
+            yield from _tree_lines(key, item, depth, is_cut)
 
 
 def _is_nested(value: Any) -> bool:
     """Whether the items of a value stand on lines of their own."""
     if isinstance(value, dict):
         return bool(value)
+    # A list of plain numbers reads best on one line.
     return isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) and item for item in value)
 
 
@@ -250,8 +269,10 @@ def _value_text(value: Any, is_cut: bool) -> str:
     if len(text) <= _MAX_VALUE:
         return text
     size = ""
-    if isinstance(value, str | list | tuple):
-        size = f"{len(value):,} {'characters' if isinstance(value, str) else 'items'}; "
+    if isinstance(value, str):
+        size = f"{len(value):,} characters; "
+    elif isinstance(value, list | tuple):
+        size = f"{len(value):,} items; "
     return f"{text[:_CUT_VALUE]}... ({size}a pipe or --json has all)"
 
 
@@ -268,22 +289,13 @@ def _show_tensor(
     *,
     is_part: bool,
 ) -> int:
-    from statexchange.report.tensor_facts import aliases_of, tensor_facts, tensor_rows
+    from statexchange.report.tensor_facts import tensor_facts
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
-        if name in source.others:
-            if picture is not None:
-                raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
-            return _show_entry(output, path, source, name)
-        tensors = (row.name for row in tensor_rows(source))
-        names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
-        if not names and source.problems:
-            raise source.problems[0]
-        output.warnings(source.problems)  # the tensor may be in a broken file
-        hint = did_you_mean(name, names) or "; ls lists all names"
-        raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
+        return _show_entry(output, path, source, name, picture)
 
+    # Only now, as they import numpy
     from statexchange.cli.progress import Progress
     from statexchange.report.value_statistics import read_slice, read_statistics
 
@@ -292,18 +304,20 @@ def _show_tensor(
         from statexchange.report.supply import supply_of, supply_picture
 
         picture.write(supply_picture(supply_of(source).select({facts.tied_to or facts.name})))
+    # Before the statistics: a slice that is too large is refused before the whole tensor is read.
     values = read_slice(facts, box)
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
     files = {region.stored.path for region in facts.regions}
     output.warnings(source.problems)
-    of_tensor = [problem for problem in source.problems if problem.name == name or problem.path in files]
     values_and_cover = [*facts.problems, *statistics.problems]
     output.warnings(values_and_cover)
+    # All problems are shown; only those of this tensor decide the exit code.
+    problems = [problem for problem in source.problems if problem.name == name or problem.path in files]
+    problems += values_and_cover
     _write_tensor(output, facts, has_ranks=source.has_ranks)
     _write_values(output, box, values, facts)
     _write_statistics(output, statistics, facts)
-    problems = [*of_tensor, *values_and_cover]
     record = fields_of(statistics)
     del record["problems"]  # they are among those of the tensor
     data = {
@@ -315,16 +329,29 @@ def _show_tensor(
         "problems": problems,
         "picture": picture and picture.path,
     }
-    regions = [
-        {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.stored.nbytes}
-        for region in facts.regions
-    ]
+    regions = []
+    for region in facts.regions:
+        stored = {"holders": region.holders, "files": region.files, "nbytes": region.stored.nbytes}
+        regions.append({**region.box._asdict(), **stored})
     return output.finish(data, rows=("regions", regions), problems=problems)
 
 
-def _show_entry(output: Output, path: str, source: Source, name: str) -> int:
+def _show_entry(output: Output, path: str, source: Source, name: str, picture: PictureFile | None) -> int:
+    """Show an entry that is not a tensor; raise NotFoundError if there is none."""
     from statexchange.report.configs import plain_entries
+    from statexchange.report.tensor_facts import aliases_of, tensor_rows
 
+    if name not in source.others:
+        tensors = (row.name for row in tensor_rows(source))
+        # All that can be shown by name, tied names and other entries, too
+        names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
+        if not names and source.problems:
+            raise source.problems[0]
+        output.warnings(source.problems)  # the tensor may be in a broken file
+        hint = did_you_mean(name, names) or "; ls lists all names"
+        raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
+    if picture is not None:
+        raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
     entries = plain_entries(source)
     output.line("not a tensor:")
     _write_entries(output, entries, {name: source.others[name]})
@@ -337,8 +364,9 @@ def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
     from statexchange.sharding.shards import selected_box
 
     num_dims = len(facts.shape)
+    # The corner of the last two dims, at the first index of all others: of the last `num_dims` of these.
     if index is None:
-        index = ((slice(1),) * num_dims + _CORNER)[-num_dims:] if num_dims else ()
+        index = ((slice(1),) * num_dims + _CORNER)[len(_CORNER) :]
     try:
         return selected_box(facts.shape, index)
     except IndexError:
@@ -358,14 +386,19 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
         ]
     )
     output.line()
-    cells = []
+    header = ["REGION", "BYTES", "FILE"]
+    if has_ranks:
+        header.insert(2, "RANKS")
+    rows = []
     for region in facts.regions:
-        more = f" and {len(region.files) - 1} more" if len(region.files) > 1 else ""
-        ranks = (format_ranks(region.holders),) if has_ranks else ()
-        cells.append((str(region.box), output.size(region.stored.nbytes), *ranks, f"{region.files[0]}{more}"))
-    output.table(
-        ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), drop=("BYTES",)
-    )
+        row = [str(region.box), output.size(region.stored.nbytes), region.files[0]]
+        # Copies of a region are in several files.
+        if len(region.files) > 1:
+            row[-1] += f" and {len(region.files) - 1} more"
+        if has_ranks:
+            row.insert(2, format_ranks(region.holders))
+        rows.append(row)
+    output.table(header, rows, right=("BYTES",), drop=("BYTES",))
 
 
 def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> None:
@@ -375,10 +408,15 @@ def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> 
     if not box.numel:
         output.line(f"values {box}: none")
         return
-    output.line(f"values {box}" + (" of " + format_shape(facts.shape) if box.shape != facts.shape else ""))
+    title = f"values {box}"
+    if box.shape != facts.shape:
+        title += f" of {format_shape(facts.shape)}"
+    output.line(title)
     texts = [_number_text(value, exact=not output.aligned) for value in values.flat]
     width = max(map(len, texts))
+    # numpy sets the brackets of an array of texts; its own numbers would be rounded and shortened.
     matrix = np.array([text.rjust(width) for text in texts]).reshape(box.shape)
+    # Whole, as the size of the slice is limited: neither "..." nor a wrapped row.
     written = np.array2string(
         matrix,
         separator="  ",
@@ -390,8 +428,8 @@ def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> 
         output.line(f"  {line}")
 
 
-def _number_text(value: Any, *, exact: bool = False) -> str:
-    if value is None:
+def _number_text(value: object, *, exact: bool = False) -> str:
+    if value is None:  # no file has this element
         return "-"
     if isinstance(value, float | complex) and not exact:
         return f"{value:.6g}"
@@ -401,32 +439,43 @@ def _number_text(value: Any, *, exact: bool = False) -> str:
 def _write_statistics(output: Output, statistics: ValueStatistics, facts: TensorFacts) -> None:
     exact = not output.aligned
     elements = f"{statistics.num_elements:,}"
+    # With --rank, or where a part of the tensor is missing
     if statistics.num_elements < math.prod(facts.shape):
         elements += f" of {math.prod(facts.shape):,}"
     fields: list[tuple[str, object]] = [("elements", elements)]
     if facts.dtype in ("C64", "C128"):
         fields.append(("figures", "of the absolute values"))
+    # None is finite: the counts below say what there is.
     if statistics.min is not None:
         for key in ("min", "max", "mean", "std"):
             fields.append((key, _number_text(getattr(statistics, key), exact=exact)))
     for key, count in (("zeros", statistics.num_zeros), ("NaN", statistics.num_nan), ("Inf", statistics.num_inf)):
-        share = count / max(1, statistics.num_elements)
-        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
-        fields.append((key, f"{count:,} ({percent})" if count else "0"))
+        if not count:
+            fields.append((key, "0"))
+            continue
+        share = count / statistics.num_elements
+        percent = "less than 0.1%"
+        if share >= 0.001:
+            percent = f"{share:.1%}"
+        fields.append((key, f"{count:,} ({percent})"))
     output.line()
     output.fields(fields)
     if not statistics.histogram:
         return
     output.line()
-    most = max(bin_.count for bin_ in statistics.histogram)
-    labels = [_bin_label(bin_) for bin_ in statistics.histogram]
+    most = max(map(attrgetter("count"), statistics.histogram))
+    counts = len(f"{most:,}")
+    labels = list(map(_bin_label, statistics.histogram))
     width = max(map(len, labels))
-    counts = max(len(f"{bin_.count:,}") for bin_ in statistics.histogram)
     for label, bin_ in zip(labels, statistics.histogram, strict=True):
-        bar = output.bar(max(1, round(_BAR * bin_.count / most)) if bin_.count else 0)
-        output.line(f"{label:>{width}}  {bin_.count:>{counts},}  {bar}".rstrip())
+        length = 0
+        if bin_.count:
+            # A few among millions are still seen.
+            length = max(1, round(_BAR * bin_.count / most))
+        output.line(f"{label:>{width}}  {bin_.count:>{counts},}  {output.bar(length)}".rstrip())
 
 
 def _bin_label(bin_: Bin) -> str:
-    low, high = (_number_text(edge) for edge in (bin_.low, bin_.high))
-    return low if bin_.low == bin_.high else f"{low} to {high}"
+    if bin_.low == bin_.high:
+        return _number_text(bin_.low)
+    return f"{_number_text(bin_.low)} to {_number_text(bin_.high)}"

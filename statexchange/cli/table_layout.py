@@ -14,14 +14,13 @@ _LEAST = 32  # characters that stay of a text, before columns are left out
 
 def aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
     """Return the lines of a table whose first row is the header; columns named in `right` are right-aligned."""
-    widths = _widths(cells)
-    lines = []
-    for row in cells:
-        texts = []
-        for name, cell, width in zip(cells[0], row, widths, strict=True):
-            texts.append(cell.rjust(width) if name in right else cell.ljust(width))
-        lines.append(_GAP.join(texts).rstrip())
-    return lines
+    columns = []
+    for column in zip(*cells, strict=True):
+        align = str.rjust if column[0] in right else str.ljust
+        width = _width(column)
+        columns.append([align(cell, width) for cell in column])
+    # The last column needs no spaces after it, which a terminal would wrap.
+    return [_GAP.join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def narrowed(cells: Sequence[Sequence[str]], width: int, drop: Sequence[str]) -> Sequence[Sequence[str]]:
@@ -32,23 +31,27 @@ def narrowed(cells: Sequence[Sequence[str]], width: int, drop: Sequence[str]) ->
     column, which may be a sentence, is never shortened: 32 characters are kept free for it, and the terminal wraps the
     rest. The middle of a verdict is what a reader needs: "REFUSED ... path)" says nothing.
     """
+    columns = list(zip(*cells, strict=True))
     for name in drop:
-        least = [min(column, _LEAST) for column in _widths(cells)]
-        if _line_width(least) <= width:
+        if _line_width([min(_width(column), _LEAST) for column in columns]) <= width:
             break
-        kept = [index for index, column in enumerate(cells[0]) if column != name]
-        cells = [[row[index] for index in kept] for row in cells]
-    natural = _widths(cells)
-    widths = [*natural[:-1], min(natural[-1], _LEAST)]
+        columns = [column for column in columns if column[0] != name]
+    widths = list(map(_width, columns))
+    last = widths.pop()
+    widths.append(min(last, _LEAST))
+    # A character at a time, so that texts of like widths end with the same one.
     while _line_width(widths) > width and max(widths) > _LEAST:
         widths[widths.index(max(widths))] -= 1
-    widths[-1] = natural[-1]
-    return [[shortened(cell, room) for cell, room in zip(row, widths, strict=True)] for row in cells]
+    widths[-1] = last
+    fitted = []
+    for column, room in zip(columns, widths, strict=True):
+        fitted.append([shortened(cell, room) for cell in column])
+    return list(map(list, zip(*fitted, strict=True)))
 
 
 def _line_width(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
-def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*cells, strict=True)]
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column))

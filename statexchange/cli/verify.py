@@ -61,9 +61,11 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
 
     if without and not values:
         raise click.UsageError("--without leaves out a check of --values: give --values, too")
-    checks = [check for check in CHECKS if check not in without] if values else []
-    if values and not checks:
-        raise click.UsageError("--without leaves out every check of --values")
+    checks: list[Check] = []
+    if values:
+        checks = [check for check in CHECKS if check not in without]
+        if not checks:
+            raise click.UsageError("--without leaves out every check of --values")
     listing = commands.listing_at(path, against=against)
     if listing is not None:
         return _verify_each(output, path, listing, checks)
@@ -71,13 +73,17 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     try:
         with Progress(output, "verify") as progress:
             report = verify(path, checks=checks, against=against, on_progress=progress)
-    except (CorruptError, IncompleteError) as error:  # it cannot even be opened
+    except (CorruptError, IncompleteError) as error:
+        # It cannot even be opened: the finding of one problem, with the same exit code as a problem that was found.
         return _finding_alone(output, error)
     output.warnings(report.notes)
     _show(output, report, checks, time.perf_counter() - began)
-    data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
+    data = fields_of(report)
+    for key in _NOT_IN_DATA:
+        del data[key]
     if report.hub is not None:
-        data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
+        data["against"] = fields_of(report.hub)
+        del data["against"]["findings"]  # they are among those of the report
     return output.finish(data, rows=("findings", _records(report.findings)), problems=report.findings)
 
 
@@ -87,7 +93,8 @@ def _records(findings: Iterable[StateExchangeError]) -> list[Row]:
     for finding in findings:
         record = error_record(finding, code_of(finding))
         if isinstance(finding, ValueFindingError):
-            record |= {key: getattr(finding, key) for key in ("check", "region", "first", "count")}
+            for key in ("check", "region", "first", "count"):
+                record[key] = getattr(finding, key)
         records.append(record)
     return records
 
@@ -112,8 +119,11 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds
         _show_hub(output, report.hub)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
-    if checks and report.num_boxes and not any(isinstance(finding, ValueFindingError) for finding in report.findings):
+    # Said aloud, as nothing else shows that values were looked at.
+    has_odd_values = any(isinstance(finding, ValueFindingError) for finding in report.findings)
+    if checks and report.num_boxes and not has_odd_values:
         output.line(f"values: nothing found by {', '.join(checks)}")
+    # Never "ok" for more than was checked: without digests the bytes may be any.
     if report.findings:
         output.line(format_number(len(report.findings), "finding"))
     elif not report.num_boxes:
@@ -128,19 +138,24 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds
 
 def _tensors_text(report: VerifyReport) -> str:
     """Return the number of tensors, and of the regions in which they are stored."""
-    tensors = format_number(report.num_tensors, "tensor")
-    return tensors if report.num_boxes == report.num_tensors else f"{tensors} in {report.num_boxes:,} regions"
+    text = format_number(report.num_tensors, "tensor")
+    if report.num_boxes != report.num_tensors:
+        text += f" in {report.num_boxes:,} regions"
+    return text
 
 
 def _unproven_text(report: VerifyReport) -> str:
     """Return the number of tensors, or of regions where these are parts of tensors, whose digests are not known."""
     kind = "tensor" if report.num_boxes == report.num_tensors else "region"
-    return f"1 {kind}: its" if report.num_unproven == 1 else f"{report.num_unproven:,} {kind}s: their"
+    whose = "its" if report.num_unproven == 1 else "their"
+    return f"{format_number(report.num_unproven, kind)}: {whose}"
 
 
 def _show_hub(output: Output, hub: HubComparison) -> None:
+    # Named, as "the hash of the download agrees" would be taken for all files.
     for name in hub.not_covered:
         output.line(f"NOT COVERED  the download has no hash of {name}")
+    # A download that was resumed after the repository had changed
     if len(hub.commits) > 1:
         output.warning(f"the files were downloaded from {len(hub.commits):,} commits: {', '.join(hub.commits)}")
     are_equal = "file has the hash" if len(hub.equal) == 1 else "files have the hashes"
@@ -154,25 +169,31 @@ def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
+    num_whole = 0
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
         verify_listed = verify_saves if kind == "saves" else verify_versions
         for keys, report in verify_listed(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
+            # Each report comes when its save has been read, so that the time since the last one is its own.
             read = "not read"
             if report.is_read:
                 read = format_transfer(report.num_tensors, report.nbytes, now - began)
             began = now
-            outcome = format_number(len(report.findings), "finding") if report.findings else "ok"
+            outcome = "ok"
+            if report.findings:
+                outcome = format_number(len(report.findings), "finding")
             output.line(f"{_label(keys)}: {read}: {outcome}")
             _show_findings(output, report.findings)
             findings += report.findings
             record: Row = {**keys, "path": report.path}
             for key in ("num_tensors", "num_boxes", "nbytes"):
+                # 0 would be a number of what was read.
                 record[key] = getattr(report, key) if report.is_read else None
-            code, findings_here = worst_code(report.findings), _records(report.findings)
-            records.append({**record, "code": code, "findings": findings_here})
-    num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
+            code = worst_code(report.findings)
+            records.append({**record, "code": code, "findings": _records(report.findings)})
+            # Copies that differ, and odd values, are findings in a save that is whole.
+            num_whole += code in ("OK", "FINDINGS")
     output.line(f"{num_whole:,} of {len(records):,} {kind} are whole")
     data = {"path": without_secrets(path), "kind": kind, f"num_{kind}": len(records), "num_whole": num_whole}
     return output.finish(data, rows=(kind, records), problems=findings)
@@ -181,5 +202,6 @@ def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]
 def _label(keys: Mapping[str, str | int]) -> str:
     if "step" in keys:
         return f"step {keys['step']}"
-    run = f"{keys['run']}/" if keys["run"] else ""
-    return f"version {run}{keys['version']}"
+    if keys["run"]:
+        return f"version {keys['run']}/{keys['version']}"
+    return f"version {keys['version']}"

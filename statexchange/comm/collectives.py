@@ -302,7 +302,7 @@ def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Ten
     if written:
         check_writable(array)
     plain = np.ascontiguousarray(array).reshape(array.shape)  # of no dim it makes one
-    return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
+    return as_torch(plain if plain.flags.writeable else plain.copy())
 
 
 def _target(flat: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:

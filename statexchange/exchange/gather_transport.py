@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, rank_fil
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 __all__ = ["Block", "TensorMetadata", "Transport", "WorkspaceLike", "metadata_of", "transport_for"]
@@ -104,15 +105,16 @@ class _ArenaNote:
 
 def _rebuild(entry: TensorMetadata, data: bytearray | NDArray[np.uint8]) -> TensorLike:
     """Return a tensor or array of the kind that was sent, over `data`."""
-    tensor = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
+    if entry.kind == "numpy":
+        return array_over(data, entry.dtype, entry.shape)
+    tensor = cast("torch.Tensor", from_bytes(data, entry.dtype, entry.shape))
     if entry.kind == "parameter":
         import torch
 
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.requires_grad:
         tensor.requires_grad_()
-    rebuilt: TensorLike = tensor
-    return rebuilt
+    return tensor
 
 
 class Block:

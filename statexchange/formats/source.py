@@ -217,7 +217,7 @@ class UnreadableTensor:
     Attributes:
         name: the tensor's name.
         dtype: its dtype; None if only the name is known.
-        shape: its shape; None if only the name is known.
+        shape: its shape; None if only the name is known. In groups of a packed dtype if `nbytes` follow from it.
         path: the file that should have the tensor.
         unsupported: why it cannot be read although its file can: an unsupported dtype or kind of tensor.
         nbytes: its bytes; None if they are not known, or follow from dtype and shape.

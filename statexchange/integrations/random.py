@@ -38,14 +38,15 @@ class RandomState:
 
     per_rank = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the states of the generators. Not collective."""
         # No tensors or arrays: each rank has its own values, and `verify` reports tensors that differ between ranks.
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "python": random.getstate(),
             "numpy": _without_arrays(np.random.get_state(legacy=False)),
             "torch": _to_bytes(torch.get_rng_state()),
         }
+        # Asking a process that has not used CUDA for its generator would make a context, which takes GPU memory.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = _to_bytes(torch.cuda.get_rng_state())
         return state
@@ -63,7 +64,7 @@ class RandomState:
             torch.cuda.set_rng_state(_from_bytes(state["cuda"]))
 
 
-def _without_arrays(state: Any) -> Any:
+def _without_arrays(state: object) -> object:
     """Return the state of numpy's generator with lists in place of arrays; numpy's set_state takes both."""
     if isinstance(state, Mapping):
         return {key: _without_arrays(value) for key, value in state.items()}
@@ -76,4 +77,5 @@ def _to_bytes(state: torch.Tensor) -> bytes:
 
 
 def _from_bytes(state: bytes) -> torch.Tensor:
+    # A copy: torch warns of the memory of `bytes`, which cannot be written.
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -29,6 +29,7 @@ from statexchange.exchange.export import export_checkpoint
 from statexchange.integrations.random import RandomState
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerControl, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
@@ -71,10 +72,12 @@ class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        # Now: the first export, after hours of training, would be too late.
         unknown = options.keys() - (inspect.signature(export_checkpoint).parameters.keys() - {"state", "path"})
-        if unknown:  # an export after hours of training would be too late
+        if unknown:
             raise InvalidArgumentError(f"export_checkpoint has no option {sorted(unknown)[0]!r}")
         self._path = path
+        # A run that resumes comes to steps that it has exported before.
         self._options: dict[str, Any] = {"overwrite": True, **options}
 
     def on_save(
@@ -83,13 +86,16 @@ class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002 (the signature of an event)
         *,
-        model: Any,
-        processing_class: Any = None,
-        **kwargs: Any,  # noqa: ARG002
+        model: torch.nn.Module,
+        processing_class: object = None,
+        **kwargs: object,  # noqa: ARG002
     ) -> None:
         """Export. Collective; Trainer calls it."""
         name = f"checkpoint-{state.global_step}"
-        path = os.path.join(args.output_dir, name, "merged") if self._path is None else os.path.join(self._path, name)
+        path = os.path.join(args.output_dir, name, "merged")
+        if self._path is not None:
+            path = os.path.join(self._path, name)
+        # A user's own processing class may have no files.
         tokenizer = processing_class if hasattr(processing_class, "save_pretrained") else None
         export_checkpoint(model, path, **{"tokenizer": tokenizer, **self._options})
 
@@ -139,7 +145,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     """
 
     def __init__(
-        self, *args: Any, saves: Checkpoints | str | os.PathLike[str], background: bool = False, **kwargs: Any
+        self, *args: object, saves: Checkpoints | str | os.PathLike[str], background: bool = False, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
@@ -153,6 +159,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     def _check_supported(self) -> None:
         """Raise UnsupportedError for arguments that only Trainer's own saves support."""
         args = self.args
+        # hub_strategy is an enum, or the text that a user has set it to.
         pushes = args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
         refused = {
             "DeepSpeed keeps its state in an engine of its own": self.is_deepspeed_enabled,
@@ -169,7 +176,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, from the newest save or from the start. Collective.
@@ -190,36 +197,43 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         """
         if trial is not None:
             raise UnsupportedError("trials of a hyperparameter search would share the steps of their saves")
+        # A second training counts its steps from 0 again: that of the last save says nothing about this one.
+        self._saved_step = None
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
-        found: dict[str, Any] = {}  # an empty state takes what the save has
-        report = self.saves.load(found, include="trainer.*", replicas="root")  # each rank measured its own times
+        stored: dict[str, Any] = {}  # an empty state takes what the save has
+        report = self.saves.load(stored, include="trainer.*", replicas="root")  # each rank measured its own times
         if report is None:
             return super().train(None, None, ignore_keys_for_eval)
-        fields = dict(found.get("trainer", {}))
+        fields = dict(stored.get("trainer", {}))
         if "ranks" not in fields:
             text = "CheckpointsTrainer did not make this save: load it into the model by Checkpoints.load, then train()"
             raise NotFoundError(text, path=report.path)
         self._resumed_ranks = fields.pop("ranks")
         self._saved_step = report.step
+        # Trainer reads its state from a file alone, on each rank.
         with tempfile.TemporaryDirectory() as folder:
             TrainerState(**fields).save_to_json(os.path.join(folder, _STATE_FILE))
             try:
                 return super().train(folder, None, ignore_keys_for_eval)
             finally:
+                # A later train(path) loads that checkpoint by Trainer's own code again.
                 self._resumed_ranks = self._resumed_random = None
 
     # Methods that Trainer calls
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (self.model is the one without wrappers)
+    def _save_checkpoint(self, model: object, trial: object) -> None:  # noqa: ARG002 (self.model is the one without wrappers)
         step = self.state.global_step
         if step == self._saved_step:  # a step that ends an epoch may be saved for both
             return
+        # As Trainer does before its own save: the counts and the callbacks' states that are written are those of now.
         self.store_flos()
         callbacks = [*self.callback_handler.callbacks, self.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
-        fields = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _RANK_FIELDS}
+        fields = dataclasses.asdict(self.state)
+        for key in _RANK_FIELDS:
+            del fields[key]
         state = {**self._live_state(RandomState()), "trainer": {**fields, "ranks": self.args.world_size}}
         metrics = _logged_at(step, self.state.log_history)
         if self._background:
@@ -228,7 +242,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
             self.saves.save(state, step, metrics=metrics)
         self._saved_step = step
 
-    def _live_state(self, random: Any) -> dict[str, Any]:
+    def _live_state(self, random: RandomState) -> dict[str, object]:
         state = {
             "model": self.model,
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # accelerate wraps it
@@ -238,7 +252,8 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
+        # The model is loaded together with the optimizer, which does not exist yet at Trainer's first call of this.
         if self._resumed_ranks is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -246,6 +261,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         if self._resumed_ranks is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        # Trainer calls this also if no optimizer was saved, so it is the one place where all is wrapped and in place.
         random = _LaterRandomState()
         state = self._live_state(random)
         if self._resumed_ranks == self.args.world_size:
@@ -286,17 +302,19 @@ class _SaveWhenDue(TrainerCallback):  # type: ignore[misc]  # transformers is no
         args: TrainingArguments,  # noqa: ARG002 (the signature of an event)
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> TrainerControl:
+        # Added to what Trainer's schedule has decided: its own callback has run before.
         control.should_save |= self._saves.should_save(state.global_step)
         control.should_training_stop |= self._saves.is_stopping
         return control
 
 
-def _logged_at(step: int, history: list[dict[str, Any]]) -> dict[str, float]:
+def _logged_at(step: int, history: list[dict[str, object]]) -> dict[str, float]:
     """Return the numbers that were logged at a step, by name."""
     numbers: dict[str, float] = {}
     for entry in history:
+        # Training and evaluation log separately at one step: the losses of both are metrics of the save.
         if entry.get("step") == step:
             numbers |= {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
     return {name: number for name, number in numbers.items() if name not in ("step", "epoch")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from statexchange.storage.location import plain_stored
@@ -74,8 +75,10 @@ def config_facts(text: str, path: str, budget: Budget) -> ConfigFacts:
     if not isinstance(config, dict):
         return ConfigFacts(None, None)
     name = config.get("__name__")
-    is_typed = isinstance(name, str)
-    return ConfigFacts(len(config) - is_typed, name if is_typed else None)
+    # The name stands among the fields, and is none. A mapping of the user may have any value under this key.
+    if isinstance(name, str):
+        return ConfigFacts(len(config) - 1, name)
+    return ConfigFacts(len(config), None)
 
 
 def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:
@@ -87,13 +90,17 @@ def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(source.configs.items()):
         ranks.setdefault(text, []).append(rank)
+    # Thousands of ranks mostly have one text, which is parsed once.
     return {tuple(of_text): plain_stored(text, source.path, source.budget) for text, of_text in ranks.items()}
 
 
 def plain_entries(source: Source) -> dict[str, Any]:
     """Return the values of those entries of a source that are not tensors and that were read. Not collective."""
-    texts = {name: text for name, text in source.texts.items() if name in source.others}
-    return {name: plain_stored(text, source.path, source.budget) for name, text in texts.items()}
+    entries = {}
+    for name, text in source.texts.items():
+        if name in source.others:
+            entries[name] = plain_stored(text, source.path, source.budget)
+    return entries
 
 
 def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:
@@ -119,17 +126,19 @@ def _compare(key: str, values: Sequence[RanksValue], differing: list[DifferingKe
     agreeing = list(_grouped(values))
     if len(agreeing) == 1:
         return agreeing[0].value
+    # Only containers with items on all ranks are compared item by item; anything else differs as a whole.
     items = [_items(value.value) for value in values if value.is_present]
     if len(items) < len(values) or not all(items):
         differing.append(DifferingKey(key, tuple(agreeing)))
         return _NOTHING
     common = {}
-    for name in dict.fromkeys(name for of_value in items for name in of_value):
+    # In the order of the first rank that has each key.
+    for name in dict.fromkeys(chain.from_iterable(items)):
         below = []
         for value, of_value in zip(values, items, strict=True):
             below.append(RanksValue(value.ranks, name in of_value, of_value.get(name)))
-        step = name if name.startswith("[") or not key else f".{name}"
-        shared = _compare(key + step, below, differing)
+        joint = "." if key and not name.startswith("[") else ""
+        shared = _compare(f"{key}{joint}{name}", below, differing)
         if shared is not _NOTHING:
             common[name] = shared
     return common or _NOTHING
@@ -139,6 +148,7 @@ def _items(value: Any) -> dict[str, Any]:
     """Return the items of a mapping, or of a list that holds further containers, by key; {} for any other value."""
     if isinstance(value, dict):
         return value
+    # A list of plain numbers, such as betas, reads best as a whole.
     if isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value):
         return {f"[{index}]": item for index, item in enumerate(value)}
     return {}
@@ -148,6 +158,7 @@ def _grouped(values: Sequence[RanksValue]) -> Iterator[RanksValue]:
     """Yield the distinct values, each with all its ranks: 1, 1.0 and True differ, and NaN is equal to itself."""
     groups: dict[tuple[bool, str], tuple[RanksValue, list[int]]] = {}
     for value in values:
+        # By repr, as values are not hashable, and == takes 1 for True.
         _, ranks = groups.setdefault((value.is_present, repr(value.value)), (value, []))
         ranks += value.ranks
     for first, ranks in groups.values():

@@ -128,7 +128,9 @@ def diff_paths(
     """
     conversion, numbers = read_conversion(options)
     # Which stored names are compared is not known before a conversion gives them theirs: all problems count then.
-    wants_a = None if conversion is not None else _wants(options, options.rename)
+    wants_a = None
+    if conversion is None:
+        wants_a = _wants(options, options.rename)
     with (
         open_source(a, section=call.section, wants=wants_a) as source_a,
         open_source(b, section=call.section, wants=_wants(options, ())) as source_b,
@@ -146,9 +148,11 @@ def diff_paths(
         comparison = _Comparison(_untied(side_a, side_b), _untied(side_b, side_a), options, call)
         tensors = comparison.run()
         notes = [*comparison.notes, *options.notes_on_rename(names_a)]
+        # Once all bytes are read: a file that changed between would have been compared half old, half new.
         for label, source in (("a", source_a), ("b", source_b)):
             source.check_unchanged()
-            notes += [f"{label}: {note}" for note in source.notes]
+            for note in source.notes:
+                notes.append(f"{label}: {note}")
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
 
@@ -197,6 +201,7 @@ class _Side:
             if len(plan.pieces) != 1 or plan.pieces[0].replicas:
                 return None
             stored = self._stored(plan, plan.pieces[0])
+            # Digests may decide without a read. Elements in another order, as of a conversion, have strides as well.
             if stored.is_proven or stored.strides is not None:
                 return None
             if ranges and (stored.file is not ranges[-1].file or stored.begin != ranges[-1].begin + ranges[-1].nbytes):
@@ -217,13 +222,16 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
         for alias, name in shard_file.aliases.items():
             if selected.wants(options.renamed(alias)):
                 check_tied(shard_file, alias, name)
-    published = {} if source.manifest is None else source.manifest.get("aliases", {})
-    published = {options.renamed(alias): options.renamed(name) for alias, name in published.items()}
-    return _Side(source, {tensor.name: tensor for tensor in tensors}, {**published, **aliases})
+    # Of a merged checkpoint the manifest has the aliases, and its files none.
+    if source.manifest is not None:
+        for alias, name in source.manifest.get("aliases", {}).items():
+            aliases.setdefault(options.renamed(alias), options.renamed(name))
+    return _Side(source, {tensor.name: tensor for tensor in tensors}, aliases)
 
 
 def _untied(side: _Side, against: _Side) -> _Side:
     """Return a side with its tied names that the other side stores as a tensor or ties to another name."""
+    # One side may have tied weights, and the other have saved both, or read them into two tensors and trained them.
     tensors = dict(side.tensors)
     for alias, name in side.aliases.items():
         if name in tensors and (alias in against.tensors or against.aliases.get(alias, name) != name):
@@ -246,6 +254,7 @@ class _Comparison:
         self._a, self._b = a, b
         names = list(dict.fromkeys((*a.tensors, *b.tensors)))
         self._sizes: dict[str, int] = {}  # of the tensors that are compared: bytes on both sides
+        # In the order of a's files, then what b alone has: `_parts` relies on it.
         for name in filter(selected.wants, names):
             self._sizes[name] = sum(side.tensors[name].nbytes for side in (a, b) if name in side.tensors)
         if not names:
@@ -289,7 +298,7 @@ class _Comparison:
 
     def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
         if not self._are_equal_runs(names):
-            return [self._compare(name) for name in names]
+            return list(map(self._compare, names))
         return [self._result(name, "equal", "bytes") for name in names]
 
     def _are_equal_runs(self, names: Sequence[str]) -> bool:
@@ -304,7 +313,8 @@ class _Comparison:
         run_a, run_b = self._a.run(names), self._b.run(names)
         if run_a is None or run_b is None or run_a.nbytes > MEMORY_BYTES:
             return False
-        data_a, data_b = (memory[: run_a.nbytes] for memory in self._memory.sides)
+        memory_a, memory_b = self._memory.sides
+        data_a, data_b = memory_a[: run_a.nbytes], memory_b[: run_a.nbytes]
         run_a.file.read_into(data_a, run_a.begin)
         run_b.file.read_into(data_b, run_b.begin)
         self._count(2 * run_a.nbytes)
@@ -312,8 +322,10 @@ class _Comparison:
 
     def _compare(self, name: str) -> TensorDiff:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
-        if a is None or b is None:
-            return self._result(name, "only in a" if b is None else "only in b")
+        if b is None:
+            return self._result(name, "only in a")
+        if a is None:
+            return self._result(name, "only in b")
         # Only one of several copies is compared with the other side.
         check_tensor_copies(self._a.source, a, TAKE_LOWEST)
         check_tensor_copies(self._b.source, b, TAKE_LOWEST)
@@ -321,6 +333,7 @@ class _Comparison:
             return self._result(name, "shape")
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
+            # Both sides must have them of the same boxes: digests of other boxes say nothing of these.
             if None not in digests.values() and digests == self._b.digests(name):
                 return self._result(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
@@ -345,16 +358,17 @@ class _Comparison:
     def _pairs(self, a: TensorPlan, b: TensorPlan) -> Iterator[tuple[Box, memoryview, memoryview]]:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
         memory_a, memory_b = self._memory.sides
-        sides = (self._a.source, a), (self._b.source, b)
-        reader_a, reader_b = readers = [TensorReader(*side, always_digest=False) for side in sides]
-        itemsize = max(reader.itemsize for reader in readers)
+        reader_a = TensorReader(self._a.source, a, always_digest=False)
+        reader_b = TensorReader(self._b.source, b, always_digest=False)
+        itemsize = max(reader_a.itemsize, reader_b.itemsize)
         windows_a = reader_a.windows(memory_a, itemsize)
         windows_b = reader_b.windows(memory_b, itemsize)
+        # Both are cut into windows for the larger item, so that they have the same ones.
         for (window, data_a), (_, data_b) in zip(windows_a, windows_b, strict=True):
             self._count(len(data_a) + len(data_b))
             yield window, data_a, data_b
-        for reader in readers:
-            reader.check()
+        reader_a.check()
+        reader_b.check()
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that were read."""

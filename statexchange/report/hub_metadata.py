@@ -101,6 +101,7 @@ def compare_with_hub(
         findings: list[StateExchangeError] = []
         commits, expected = set(), {}
         for name, folder in records.items():
+            # One file may have been named, and the metadata is of the whole download.
             if opened.file not in (None, name):
                 continue
             try:
@@ -112,6 +113,7 @@ def compare_with_hub(
             if name not in files:
                 text = "the metadata lists this file, and it is missing"
                 findings.append(IncompleteError(text, path=opened.store.path_of(name)))
+            # Another server, which HF_ENDPOINT names, may give an ETag that is no hash: the file is not covered then.
             elif _ETAG.fullmatch(etag):
                 expected[name] = etag
         return _compared(files, expected, commits, findings, on_progress)
@@ -141,7 +143,9 @@ def compare_with_cache(
 def _blob(folder: Store, name: str) -> str | None:
     """Return the hash in the name of the blob of a cache to which a file is a link; None for anything else."""
     match = _BLOB.fullmatch(folder.link_target(os.path.basename(name)) or "")
-    return None if match is None else match[1]
+    if match is None:
+        return None
+    return match[1]
 
 
 def _files_at(opened: OpenedPath) -> dict[str, Store]:
@@ -167,6 +171,7 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
     if depth == _MAX_DEPTH:
         return
     for name in store.directories:
+        # What huggingface_hub keeps there was not downloaded, and has no hash.
         if name == _FOLDERS[0]:
             continue
         yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
@@ -184,6 +189,7 @@ def _compared(
 
     equal: list[str] = []
     opened: dict[str, StoredFile] = {}
+    # All at first: the progress needs the sum of their sizes.
     for name in expected:
         try:
             opened[name] = files[name].open(os.path.basename(name))
@@ -192,8 +198,11 @@ def _compared(
     total, done = sum(file.size for file in opened.values()), 0
     for name, file in opened.items():
         etag = expected[name]
-        is_sha256 = len(etag) == 64
-        hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+        kind, hasher = "SHA-256", hashlib.sha256()
+        if len(etag) == 40:
+            # git hashes a header before the bytes. In FIPS mode OpenSSL has SHA-1 only for uses that are not security.
+            kind = "SHA-1 as a git blob"
+            hasher = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
         for _, window in blocks(ByteRange(file, 0, file.size), (file.size,), "U8"):
             hasher.update(window)
             done += len(window)
@@ -204,7 +213,7 @@ def _compared(
         if digest == etag:
             equal.append(name)
             continue
-        text = f"the {'SHA-256' if is_sha256 else 'SHA-1 as a git blob'} differs from that of the download"
+        text = f"the {kind} differs from that of the download"
         findings.append(CorruptError(text, path=file.path, expected=etag, found=digest))
     not_covered = sorted(files.keys() - expected.keys())
     return HubComparison(tuple(sorted(equal)), tuple(findings), tuple(not_covered), tuple(sorted(commits)), done)
@@ -212,6 +221,7 @@ def _compared(
 
 def _read_record(file: StoredFile) -> tuple[str, str]:
     """Return the commit and the ETag of a metadata file; raise CorruptError for anything else."""
+    # A larger file is refused by `read_all`: three short lines are no reason to read it.
     match = _RECORD.fullmatch(file.read_all(_MAX_BYTES))
     if match is None:
         text = "broken metadata of a download: a commit, an ETag and a time are expected, a line each"

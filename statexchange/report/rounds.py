@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Literal
 
 from statexchange.errors import (
@@ -127,6 +127,7 @@ def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
     def read(opened: OpenedPath) -> RoundsReport:
         rows: list[RankRow] = []
         notes: list[str] = []
+        # The path may be a workspace, a run or a round: what lies above it says which.
         with opened:
             if not workspace.matches(opened):
                 raise InvalidArgumentError("not a workspace: only workspaces have rounds", path=opened.path)
@@ -155,8 +156,8 @@ def _rows_of_round(view: WorkspaceView, run: str, number: int, notes: list[str])
     folder = os.path.join(view.path, run, f"{number:06d}")
     if names:
         ranks, world_size = {name.rank for name in names}, names[0].world_size
-        absent = (rank for rank in range(world_size) if rank not in ranks)
-        for rank in islice(absent, _MAX_MISSING):
+        # Lazily: a name may claim a world size of 10**9.
+        for rank in islice(filterfalse(ranks.__contains__, range(world_size)), _MAX_MISSING):
             yield RankRow(run, number, rank, world_size, "missing", folder)
         hidden = world_size - len(ranks) - _MAX_MISSING
         if hidden > 0:
@@ -176,6 +177,7 @@ def _row(view: WorkspaceView, name: RankName) -> RankRow:
     except (NotFoundError, ReplacedError):
         raise
     except StateExchangeError as error:
+        # Its size is known even if it cannot be opened.
         broken = view.stored(name)
         return RankRow(*where, "broken", path, None if broken is None else broken.size, problem=error)
     return RankRow(*where, "whole", path, file.file.size, file.file.modified, facts)
@@ -189,6 +191,7 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
             key = (row.run, row.rank)
             newest[key] = max(row.round, newest.get(key, row.round))
     for row in sorted(rows, key=lambda row: (row.run, row.round, row.rank is None, row.rank or 0)):
+        # The rank has removed this file, when it wrote the newer round.
         if row.state == "missing" and newest.get((row.run, row.rank), 0) > row.round:
             continue
         yield row
@@ -198,14 +201,17 @@ def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     """Return how far each rank of a run is, by its newest whole round. Not collective."""
     newest: dict[int, RankRow | None] = {}
     world_size = 0  # of the newest round, which comes last
+    last = 0  # the newest whole round of any rank
     for row in report.rows:
         if row.run == run and row.rank is not None and row.world_size is not None:
             world_size = row.world_size
-            whole = row if row.state == "whole" else newest.get(row.rank)
-            newest[row.rank] = whole
-    last = max((row.round for row in newest.values() if row is not None), default=0)
+            newest.setdefault(row.rank, None)
+            if row.state == "whole":
+                newest[row.rank] = row
+                last = max(last, row.round)
     statuses = []
     for rank, latest in sorted(newest.items()):
+        # Rounds before a restart on fewer ranks had more.
         if rank >= world_size:
             continue
         if latest is None or latest.config is None:

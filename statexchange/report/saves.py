@@ -96,9 +96,10 @@ class SavesReport:
     @property
     def warnings(self) -> list[str]:
         """The problems as text, the first few of each save: a save of many ranks may have lost all its files."""
-        texts = []
+        texts: list[str] = []
+        # Each save for itself, so that a badly broken one does not hide the others.
         for row in self.saves:
-            texts += [str(problem) for problem in row.problems[:_MAX_SHOWN]]
+            texts += map(str, row.problems[:_MAX_SHOWN])
             if len(row.problems) > _MAX_SHOWN:
                 texts.append(f"{len(row.problems) - _MAX_SHOWN:,} more problems [{row.path}]")
         return texts
@@ -132,7 +133,8 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     """
     root = saves_path(path)
     checks = check_saves(root)
-    manifests = read_saves(root)  # as a load sees them
+    # As a load sees them: an unreadable manifest may still be the newest save, which a load then refuses.
+    manifests = read_saves(root)
     superseded, step_of_load = superseded_saves(manifests), newest_step(manifests)
     rows = []
     newest: SaveRow | None = None
@@ -164,4 +166,6 @@ def _unfinished_state(build: UnfinishedBuild) -> str:
         doing = "removed" if build.is_removal else "saved"
         return f"being {doing} by {build.owner.pid} on {build.owner.host}"
     state = "killed" if build.state == "dead" else "unfinished"
-    return f"{state} removal" if build.is_removal else state
+    if build.is_removal:
+        state += " removal"
+    return state

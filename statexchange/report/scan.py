@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import (
@@ -40,12 +41,17 @@ from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.publish.build import UnfinishedBuild
 
 __all__ = ["ScanRow", "scan"]
 
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
+# By the state of the owner, of a writer and of a removal. Whether one of another host still runs cannot be known.
+_UNFINISHED_VERDICTS = {
+    "alive": ("BEING WRITTEN", "BEING REMOVED"),
+    "dead": ("KILLED WRITER", "KILLED REMOVAL"),
+    "unknown": ("UNFINISHED WRITER", "UNFINISHED REMOVAL"),
+}
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
 _MAX_REASON = 120
 _SHOWN_FILES = 2
@@ -112,6 +118,7 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
     """
     root = resolve_path(path, "a directory to scan")
     shown, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
+    # Paths of rows begin as the user wrote the path, which may be relative.
     for row in _walk(root, on_directory):
         modified = row.modified or _modified(row.path)
         yield replace(row, path=shown + without_secrets(row.path).removeprefix(absolute), modified=modified)
@@ -119,6 +126,7 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
 
 def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[ScanRow]:
     """Yield the rows with their absolute paths."""
+    # A stack, whose last directory is the first of the alphabet: rows come in the order of their paths.
     waiting = [root]
     while waiting:
         folder = waiting.pop()
@@ -137,10 +145,12 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
             row = _with_download(folder, probed, _row(folder, probed))
             if row is not None:
                 yield row
+            # At a URL an unfinished build has no hidden name.
             if not probed.opened.store.is_remote:
                 yield from _unfinished(folder, probed.opened.store.listing)
         if probed.source is not None and probed.source.kind == "workspace":  # its directories are runs and rounds
             continue
+        # Directories whose files belong to this checkpoint hold no other one.
         parts = {path.partition("/")[0] for path in _paths_below(folder, probed)}
         for name in reversed(probed.directories):
             if not name.startswith(".") and name not in parts:
@@ -149,9 +159,11 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
 
 def _paths_below(folder: str, probed: Probe) -> list[str]:
     """Return the paths, from a directory on, of the files of the checkpoint in it and of those with problems."""
-    paths = [probed.error.path] if probed.error is not None else []
+    paths: list[str | None] = []
+    if probed.error is not None:
+        paths.append(probed.error.path)
     if probed.source is not None:
-        paths += [file.path for file in probed.source.files] + [problem.path for problem in probed.source.problems]
+        paths += map(attrgetter("path"), (*probed.source.files, *probed.source.problems))
     prefix = f"{folder.rstrip('/')}/"
     return [path.removeprefix(prefix) for path in paths if path is not None and path.startswith(prefix)]
 
@@ -194,18 +206,25 @@ def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow |
     download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
     """
     listing = probed.opened.store.listing
-    names = [name for name in listing if name.endswith(UNFINISHED_DOWNLOAD)]
-    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in listing]
+    names = []
+    for name in listing:
+        # An old attempt may be left beside the file of a later one.
+        if name.endswith(UNFINISHED_DOWNLOAD) and name.removesuffix(UNFINISHED_DOWNLOAD) not in listing:
+            names.append(name)
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
         # Below the directory, it may be removed meanwhile, or unreadable.
         with contextlib.suppress(StateExchangeError):
             store = metadata_store(probed.opened.store)
             if store is not None:
-                names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
+                for name in store.files:
+                    if name.endswith(UNFINISHED_DOWNLOAD):
+                        names.append(name)
     if not names:
         return row
-    reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""
-    return replace(row or ScanRow(folder), verdict=f"UNFINISHED DOWNLOAD{reason}", status="unfinished")
+    verdict = "UNFINISHED DOWNLOAD"
+    if row is not None and row.status == "broken":
+        verdict += f": {row.verdict}"
+    return replace(row or ScanRow(folder), verdict=verdict, status="unfinished")
 
 
 def _size_of_files(folder: str, source: Source, probed: Probe) -> int:
@@ -235,6 +254,7 @@ def _step_of(folder: str, probed: Probe) -> int | None:
     """
     if probed.source is not None and probed.source.step is not None:
         return probed.source.step
+    # As global_step_20/actor/model.pt of verl, below the run's directory
     below = next(iter(_paths_below(folder, probed)), "")
     for name in (os.path.basename(folder), below.partition("/")[0]):
         match = _NUMBERED.fullmatch(name)
@@ -245,13 +265,15 @@ def _step_of(folder: str, probed: Probe) -> int | None:
 
 def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     """Return in a few words what is wrong with the checkpoint in a folder."""
+    # Dicts in place of sets, whose order would change from one process to the next
     missing: dict[str, None] = {}
     shares: list[str] = []
     reasons: dict[str, None] = {}
     for problem in problems:
         path = problem.path or folder
-        name = _name_below(path, folder)
-        file = f" {abbreviated_names([name])}" if name else ""
+        name = file = _name_below(path, folder)
+        if name:
+            file = f" {abbreviated_names([name])}"
         if isinstance(problem, TruncatedError):
             shares.append(f"{_share(problem)}{file}")
         elif name and isinstance(problem, IncompleteError | NotFoundError) and not _exists(path):
@@ -260,11 +282,14 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
             reasons[f"{_word(problem)}{file}: {_reason(problem)}"] = None
     parts = []
     if missing:
+        # A checkpoint without its index or .metadata was never finished; without weights it has lost some.
         is_listing = all(os.path.basename(name).startswith(".") or name.endswith(".json") for name in missing)
         word = "NO" if is_listing else "MISSING"
         parts.append(f"{word} {abbreviated_names(list(missing), _SHOWN_FILES)}")
-    if shares:
-        parts.append("TRUNCATED" + (shares[0] if len(shares) == 1 else f": {len(shares)} files"))
+    if len(shares) == 1:
+        parts.append(f"TRUNCATED{shares[0]}")
+    elif shares:
+        parts.append(f"TRUNCATED: {len(shares)} files")
     return "; ".join([*parts, *list(reasons)[:1]])
 
 
@@ -282,9 +307,11 @@ def _reason(problem: StateExchangeError) -> str:
 def _name_below(path: str, folder: str) -> str:
     """Return a path below a folder from there on, the last name of any other path, "" for the folder itself."""
     folder = folder.rstrip("/")
-    if path.rstrip("/") == folder:
+    if path == folder:
         return ""
-    return path.removeprefix(f"{folder}/") if path.startswith(f"{folder}/") else os.path.basename(path)
+    if path.startswith(f"{folder}/"):
+        return path.removeprefix(f"{folder}/")
+    return os.path.basename(path)
 
 
 def _share(error: TruncatedError) -> str:
@@ -298,12 +325,14 @@ def _word(problem: StateExchangeError) -> str:
         return "REFUSED"
     if isinstance(problem, StorageError):
         return "UNREADABLE"
-    return "CORRUPT" if isinstance(problem, CorruptError) else "INCOMPLETE"
+    if isinstance(problem, CorruptError):
+        return "CORRUPT"
+    return "INCOMPLETE"
 
 
 def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
     """Yield a row for each process that has files under hidden names of unfinished checkpoints in a directory."""
-    targets = sorted({target for target in map(hidden_target, names) if target is not None})
+    targets = sorted(set(filter(None, map(hidden_target, names))))
     if not targets:
         return
     from statexchange.storage.publish.directory_removal import (
@@ -319,13 +348,6 @@ def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
                     step=step_of(name),
                     nbytes=build.nbytes,
                     modified=_modified(build.paths[0]),
-                    verdict=_unfinished_verdict(build),
+                    verdict=_UNFINISHED_VERDICTS[build.state][build.is_removal],
                     status="unfinished",
                 )
-
-
-def _unfinished_verdict(build: UnfinishedBuild) -> str:
-    work = "REMOVAL" if build.is_removal else "WRITER"
-    if build.state == "alive":
-        return "BEING REMOVED" if build.is_removal else "BEING WRITTEN"
-    return f"KILLED {work}" if build.state == "dead" else f"UNFINISHED {work}"

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from statexchange.errors import StateExchangeError, without_secrets
@@ -133,17 +134,20 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
         rows = tensor_rows(source)
         sections = {}
         for section in sections_of(source):
+            # By rows, as some of a section's tensors may be entries that cannot be read.
             of_section = [row for row in rows if row.name in section.names]
             sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
-        digests = (stored.is_proven for _, tensor in source.shards() for stored in tensor.byte_ranges)
-        is_proven = bool(source.files) and not source.problems and not source.specs and all(digests)
+        ranks: tuple[int, ...] = ()
+        if source.has_ranks:
+            # A rank may have several files.
+            ranks = tuple(dict.fromkeys(map(attrgetter("rank"), source.files)))
         return Summary(
             kind=source.kind,
             path=without_secrets(os.fspath(path)),
             num_tensors=len(rows),
-            num_parameters=sum(row.num_parameters for row in model_rows(source, rows)),
+            num_parameters=sum(map(attrgetter("num_parameters"), model_rows(source, rows))),
             nbytes=known_bytes(rows),
-            dtypes=dict(sorted(Counter(row.dtype for row in rows).items())),
+            dtypes=dict(sorted(Counter(map(attrgetter("dtype"), rows)).items())),
             num_files=len(source.files),
             file_nbytes=source.nbytes,
             run=source.run,
@@ -152,11 +156,11 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             created=source.created,
             metrics=dict(source.metrics),
             world_size=source.world_size,
-            ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
+            ranks=ranks,
             sections=sections,
             aliases=aliases_of(source),
             num_unreadable=sum(not row.holders for row in rows),
-            proven=is_proven,
+            proven=_is_proven(source),
             others=dict(source.others),
             unsupported={name: error.message for name, error in source.unsupported.items()},
             parts=source.parts,
@@ -166,21 +170,39 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
         )
 
 
+def _is_proven(source: Source) -> bool:
+    # A spec has no digests, and this opens none of its parts.
+    if not source.files or source.problems or source.specs:
+        return False
+    for _, tensor in source.shards():
+        for stored in tensor.byte_ranges:
+            if not stored.is_proven:
+                return False
+    return True
+
+
 def model_rows(source: Source, rows: Iterable[TensorRow]) -> list[TensorRow]:
     """Return the rows of the model's tensors; all rows if it is not known which are the model's.
 
     Not collective.
     """
     sections = sections_of(source)
-    model = {name for section in sections if section.name == "model" for name in section.names}
-    return [row for row in rows if not sections or row.name in model]
+    if not sections:
+        return list(rows)
+    # No section of a job's state need be the model: then none of its rows is.
+    model: set[str] = set()
+    for section in sections:
+        if section.name == "model":
+            model.update(section.names)
+    return [row for row in rows if row.name in model]
 
 
 def _notes(source: Source) -> tuple[str, ...]:
     """Return the notes on a source that belong beside its numbers."""
-    is_flat = any(map(is_flat_parameter, source.tensor_names))
-    flat = (FLAT_PARAMETERS,) if is_flat else ()
-    return (*source.notes, *flat, *source_warnings(source))
+    notes = [*source.notes]
+    if any(map(is_flat_parameter, source.tensor_names)):
+        notes.append(FLAT_PARAMETERS)
+    return (*notes, *source_warnings(source))
 
 
 def model_config(store: Store | None) -> Any:
@@ -204,10 +226,15 @@ def model_of(source: Source) -> str | None:
         if store is not None and CONFIG not in store.files and "huggingface" in store.directories:
             store = store.below("huggingface")
         config = model_config(store)
-    except StateExchangeError:
+    except StateExchangeError:  # a broken config is a warning of its own, and no reason to have no summary
         return None
     if not isinstance(config, dict):
         return None
+    name = config.get("model_type")
     classes = config.get("architectures")
-    name = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
-    return name[:_MAX_MODEL] if isinstance(name, str) else None
+    if isinstance(classes, list) and classes:
+        name = classes[0]
+    # Whoever wrote the config may have put anything there.
+    if not isinstance(name, str):
+        return None
+    return name[:_MAX_MODEL]

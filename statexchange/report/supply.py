@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,7 +14,7 @@ from statexchange.formats.source import KINDS_WITH_RANKS, SourceKind
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour, title_of
 from statexchange.report.tensor_facts import tensor_rows
 from statexchange.sharding.shards import Box, full_box
-from statexchange.tensors import ITEMSIZE, element_shape
+from statexchange.tensors import ITEMSIZE, element_shape, group_shape
 from statexchange.units import format_bytes, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
@@ -76,12 +77,14 @@ class Supply:
 
     def label(self, rank: int) -> str:
         """Return what to call a rank: ``rank 3``, or ``3: model-00004-of-00008.safetensors`` for a file."""
-        return f"{rank}: {self.files[rank]}" if rank in self.files else f"{self.supplier} {rank}"
+        if rank in self.files:
+            return f"{rank}: {self.files[rank]}"
+        return f"{self.supplier} {rank}"
 
     def select(self, names: Collection[str]) -> Supply:
         """Return the supply of only the tensors that `names` has."""
         tensors = tuple(tensor for tensor in self.tensors if tensor.name in names)
-        return replace(self, tensors=tensors, unknown=tuple(name for name in self.unknown if name in names))
+        return replace(self, tensors=tensors, unknown=tuple(filter(names.__contains__, self.unknown)))
 
 
 def supply_of(source: Source) -> Supply:
@@ -103,15 +106,19 @@ def supply_of(source: Source) -> Supply:
         for row in tensor_rows(source):
             if row.holders:
                 continue
-            if row.shape is None or row.dtype not in ITEMSIZE:
+            shape = None
+            if row.shape is not None and row.dtype in ITEMSIZE:
+                shape = group_shape(row.dtype, row.shape)
+            if shape is None:
                 unknown.append(row.name)
             else:
-                tensors.append(Supplied(row.name, row.dtype, row.shape, ()))
+                tensors.append(Supplied(row.name, row.dtype, shape, ()))
         if not has_ranks:
             # Several files may have one `rank`, as those of the parts of a directory such as verl's.
             files = {number: source.path_below(shard_file) for number, shard_file in enumerate(source.files)}
     else:
         tensors = list(_published_tensors(source, manifest))
+        # "export", or the format that was merged, of which only some have ranks
         merged = manifest.get("source")
         has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(SourceKind)
     return Supply(
@@ -133,6 +140,7 @@ def _published_tensors(source: Source, manifest: Mapping[str, Any]) -> Iterator[
     for name, record in manifest["tensors"].items():
         boxes: tuple[tuple[Box, int], ...] = ()
         if name in placed:
+            # The boxes follow from a placement, and are not listed.
             pieces = placed[name].pieces
             boxes = tuple(zip(pieces.boxes, pieces.writers.tolist(), strict=True))
         elif "boxes" in record:
@@ -142,13 +150,15 @@ def _published_tensors(source: Source, manifest: Mapping[str, Any]) -> Iterator[
 
 def _stored_tensors(source: Source) -> Iterator[Supplied]:
     """Yield the tensors of a source, with the first rank (or file) that has each box."""
+    # A tensor on which files disagree is drawn once for each dtype and shape.
     first_ranks: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
     for number, shard_file in enumerate(source.files):
+        supplier = shard_file.rank if source.has_ranks else number
         for tensor in shard_file.tensors.values():
             shard = tensor.shard
             ranks = first_ranks.setdefault((shard.name, shard.dtype, shard.global_shape), {})
             for box in shard.boxes:
-                ranks.setdefault(box, shard_file.rank if source.has_ranks else number)
+                ranks.setdefault(box, supplier)
     for (name, dtype, shape), ranks in first_ranks.items():
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
 
@@ -177,9 +187,14 @@ def cells_of(tensor: Supplied) -> list[Cell]:
     """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
 
     A plane shows two dims: the boxes of a tensor that is cut along more, or into too many, are summed by rank.
+    Of shape (4, 2), box [0:1, 0:2] of rank 3 is ``Cell(x=0.0, y=0.0, width=1.0, height=0.25, rank=3)``.
     """
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
-    dims = [dim for dim, size in enumerate(tensor.shape) if any(box.shape[dim] != size for box, _ in boxes)]
+    # The dims along which the tensor is cut
+    dims = []
+    for dim, size in enumerate(tensor.shape):
+        if any(box.shape[dim] != size for box, _ in boxes):
+            dims.append(dim)
     if len(dims) > 2 or len(boxes) > _MAX_CELLS:
         return _shares(nbytes_by_rank([tensor]), tensor.nbytes)
     cells = []
@@ -200,6 +215,7 @@ def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[Cell]:
     """Return a bar in which each rank has one cell, as wide as its share of the bytes."""
     x = 0.0
     cells = []
+    # Boxes may overlap, which is a finding of `verify`, or all be empty.
     total = max(1, nbytes, sum(by_rank.values()))
     for rank, rank_nbytes in sorted(by_rank.items()):
         cells.append(Cell(x, 0, rank_nbytes / total, 1, rank))
@@ -231,11 +247,10 @@ def supply_picture(supply: Supply) -> str:
     if not supply.tensors:
         raise NotFoundError("there is no tensor to draw", path=supply.path)
     tensors = format_number(len(supply.tensors), "tensor")
-    unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
-    subtitle = (
-        f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
-        "All rows are equally wide; the parts of each are to scale."
-    )
+    subtitle = f"{format_bytes(supply.nbytes)} in {tensors}"
+    if supply.unknown:
+        subtitle += f"; {len(supply.unknown):,} more are missing, size unknown"
+    subtitle += ". All rows are equally wide; the parts of each are to scale."
     title = f"Which {supply.supplier} supplied which bytes of {shortened(title_of(supply.path), 50)}"
     return _Picture(supply, Drawing(title, subtitle)).document()
 
@@ -256,12 +271,16 @@ class _Picture:
         num_rows, num_cells = 0, 0
         for tensor in tensors[:_MAX_ROWS]:
             cells = cells_of(tensor)
+            # The bound of the picture's size holds over all rows, but for the first one.
             num_cells += len(cells)
             if num_cells > _MAX_CELLS and num_rows:
                 break
             num_rows += 1
-            bands = len({round(cell.y, 9) for cell in cells})
-            height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
+            height = 12
+            if len(tensor.shape) > 1:
+                # A row of a matrix is as high as its bands of dim 0 need. Equal fractions may differ in the last bits.
+                bands = len({round(cell.y, 9) for cell in cells})
+                height = min(max(22, 12 * bands), 48)
             shape = format_shape(element_shape(tensor.dtype, tensor.shape))
             self._row(tensor.name, cells, tensor.nbytes, height, f"{tensor.dtype} {shape}")
         rest = tensors[num_rows:]
@@ -283,7 +302,10 @@ class _Picture:
         missing = self._supply.nbytes - self._total.total()
         if missing > 0:
             entries.append((NOT_THERE, self._entry("not supplied", missing)))
-        self._drawing.legend(entries, _COLUMNS_OF_FILES if self._supply.files else _COLUMNS)
+        columns = _COLUMNS
+        if self._supply.files:  # whose names are long
+            columns = _COLUMNS_OF_FILES
+        self._drawing.legend(entries, columns)
 
     def _entry(self, label: str, nbytes: int) -> str:
         share = nbytes / max(1, self._supply.nbytes)
@@ -303,10 +325,16 @@ class _Picture:
     def _frame(self, cells: Sequence[Cell], top: float, height: float, tooltip: str) -> None:
         """Draw the cells of a tensor in its row; parts without a cell are hatched."""
         drawing = self._drawing
-        is_whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
-        sides = (min(cell.width * _FRAME, cell.height * height) for cell in cells)
-        drawing.begin_group('class="c l"' if min(sides, default=0) >= _MIN_LINED else 'class="c"', tooltip)
-        drawing.rectangle(_LEFT, top, _FRAME, height, f'fill="{"none" if is_whole else NOT_THERE}"')
+        covered, least = 0.0, math.inf
+        for cell in cells:
+            covered += cell.width * cell.height
+            least = min(least, cell.width * _FRAME, cell.height * height)
+        # White lines between cells that are as narrow as a line would hide them.
+        has_lines = cells and least >= _MIN_LINED
+        drawing.begin_group('class="c l"' if has_lines else 'class="c"', tooltip)
+        # The sum of fractions is rounded.
+        fill = "none" if covered > 1 - 1e-9 else NOT_THERE
+        drawing.rectangle(_LEFT, top, _FRAME, height, f'fill="{fill}"')
         for cell in cells:
             x, y = _LEFT + cell.x * _FRAME, top + cell.y * height
             drawing.rectangle(x, y, cell.width * _FRAME, cell.height * height, f'fill="{self._colours[cell.rank]}"')

@@ -34,6 +34,8 @@ _FONTS = {
     "n": "11px ui-monospace,'DejaVu Sans Mono',monospace",
     "": "12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif",
 }
+# The classes: t title, g grey, n name in monospace, r rank's number, e ends and m is centred at x; of shapes, b
+# background, c crisp edges, l thin lines between cells, o outline. A viewer's dark mode changes texts and background.
 _STYLE = (
     f"text{{font:{_FONTS['']};fill:#222}}.n{{font:{_FONTS['n']}}}.g{{fill:#666}}.t{{font-size:16px;font-weight:600}}"
     ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}.b1{font-weight:600}"
@@ -75,7 +77,9 @@ class Drawing:
 
     def text(self, x: float, y: float, text: str, style: str = "", *, colour: str = "") -> None:
         """Add a line of text; `style` is the classes of the style sheet, `colour` replaces theirs."""
+        # The rule of the style sheet for `text` would win over an attribute `fill`.
         fill = f' style="fill:{colour}"' if colour else ""
+        # So many digits are finer than a pixel, and keep a picture of 8,000 cells small.
         self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}"{fill}>{_escaped(text)}</text>')
 
     def rectangle(self, x: float, y: float, width: float, height: float, style: str, *, tooltip: str = "") -> None:
@@ -114,6 +118,7 @@ def _tooltip(text: str) -> str:
 
 def text_width(text: str, size: float) -> float:
     """Return an upper bound of the width of a text in the monospaced font of class "n"."""
+    # A character of DejaVu Sans Mono is 0.602 em wide, and those of other such fonts are narrower.
     return 0.61 * size * len(text)
 
 
@@ -130,12 +135,15 @@ def palette(count: int) -> list[str]:
 
 
 def lightened(colour: str, share: float) -> str:
-    """Return a colour mixed with a share of white."""
-    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)
+    """Return a colour mixed with a share of white: ``#0072b2`` and 0.5 give ``#80b8d8``."""
+    mixed = "#"
+    for value in bytes.fromhex(colour[1:]):
+        mixed += f"{round(value + (255 - value) * share):02x}"
+    return mixed
 
 
 def text_colour(colour: str) -> str:
     """Return black or white, whichever has more contrast with `colour`."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = bytes.fromhex(colour[1:])
+    # The weights of ITU-R BT.601: green looks brighter than red, and red than blue.
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"

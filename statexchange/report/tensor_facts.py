@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import filterfalse
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
@@ -76,6 +78,7 @@ class TensorRow(NamedTuple):
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
+    # What files have comes first: of a tensor that one file has and another, broken one lists, the facts are known.
     rows: dict[str, TensorRow] = {}
     holders: dict[int, tuple[int, ...]] = {}  # by the id of the numbers of the files, which most tensors share
     for name, spec in source.specs.items():
@@ -94,6 +97,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             last.dtype,
             element_shape(last.dtype, last.global_shape),
             full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
+            # tuple and sum take lists faster than generators, and there may be a million tensors.
             tuple([shard_file.rank for shard_file, _ in of_tensor]),
             sum([len(shard.boxes) for _, shard in of_tensor]),
             of_tensor[0][0].name,
@@ -103,6 +107,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             dtype, shape, nbytes = unreadable.dtype or "?", unreadable.shape, unreadable.nbytes
             if nbytes is None and shape is not None and dtype in ITEMSIZE:
                 nbytes = full_box(shape).numel * ITEMSIZE[dtype]
+                shape = element_shape(dtype, shape)
             file = unreadable.path.rpartition("/")[2]
             rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
     return list(rows.values())
@@ -123,7 +128,7 @@ def _row_of_spec(source: Source, spec: ShardingSpec, holders: tuple[int, ...]) -
 
 def known_bytes(rows: Iterable[TensorRow]) -> int:
     """Return the sum of the bytes of tensors, without tensors whose size is not known."""
-    return sum(row.nbytes or 0 for row in rows)
+    return sum(filter(None, map(attrgetter("nbytes"), rows)))
 
 
 def aliases_of(source: Source) -> dict[str, str]:
@@ -196,22 +201,25 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         IncompleteError, CorruptError: its file is missing or broken, so that no header tells about it.
     """
     # A tensor is kept under its own name, unless it is tied.
-    has_name = any(name in file.tensors for file in source.files)
-    kept = name if has_name else aliases_of(source).get(name, name)
+    kept = name
+    if name not in source.tensor_names:
+        kept = aliases_of(source).get(name, name)
     numbers = [number for number, file in enumerate(source.files) if kept in file.tensors]
     if not numbers:
         _refuse_unreadable(source, name)
         return None
 
-    problems = list(cover_problems(source, kept, numbers, {}))
-    if is_part:
-        problems = [problem for problem in problems if not isinstance(problem, IncompleteError)]
+    problems = []
+    for problem in cover_problems(source, kept, numbers, {}):
+        if not (is_part and isinstance(problem, IncompleteError)):
+            problems.append(problem)
     copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
     for number in numbers:
         file = source.files[number]
         tensor = file.tensors[kept]
         for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
             copies.setdefault(box, []).append((file, stored))
+    # If files disagree on dtype or shape, `cover_problems` has raised.
     shard = source.files[numbers[0]].tensors[kept].shard
     regions = []
     for box, of_box in copies.items():
@@ -220,7 +228,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         regions.append(Region(element_box(shard.dtype, box), holders, files, of_box[0][1]))
     return TensorFacts(
         name=name,
-        tied_to=kept if kept != name else None,
+        tied_to=None if kept == name else kept,
         dtype=shard.dtype,
         shape=element_shape(shard.dtype, shard.global_shape),
         nbytes=full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
@@ -250,6 +258,9 @@ def cover_problems(
 ) -> Iterator[StateExchangeError]:
     """Yield an error if the boxes of a tensor do not cover it exactly once, else one for each copy that differs.
 
+    Of a tensor of shape (4, 2) whose files have the boxes [0:2, 0:2] and [3:4, 0:2], it is an IncompleteError for
+    [2:3, 0:2].
+
     Args:
         source: the source.
         name: the tensor's name.
@@ -266,6 +277,7 @@ def cover_problems(
     for number, tensor in zip(numbers, stored, strict=True):
         file = source.files[number]
         holders.append(RankShards(file.rank, [tensor.shard], label=source.label_of(file)))
+    # The proof of a merge: what is a finding here is what a merge or a load would refuse.
     try:
         (plan,), _ = plan_tensors(holders, ExportOptions())
     except (IncompleteError, OverlapError, UnsupportedError) as error:
@@ -275,6 +287,7 @@ def cover_problems(
         expected = known_digest(computed, stored[piece.holder], numbers[piece.holder], piece.box_index)
         for holder, index in piece.replicas:
             digest = known_digest(computed, stored[holder], numbers[holder], index)
+            # A copy without a digest may be equal: nothing is said of it.
             if None not in (expected, digest) and expected != digest:
                 first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
                 labels = source.label_of(first), source.label_of(second)
@@ -290,6 +303,7 @@ def uncovered(source: Source) -> tuple[StateExchangeError, ...]:
     if source.problems or source.world_size is not None or source.manifest is not None:
         return ()
     files = source.files_without_specs
+    # The usual directory of whole tensors: no plan is made for each.
     if all(tensor.shard.is_whole for shard_file in files for tensor in shard_file.tensors.values()):
         return ()
     for name, numbers in file_numbers(files).items():
@@ -311,6 +325,7 @@ def group_box(dtype: str, box: Box) -> Box:
     """Return the least box in groups that contains a box in elements."""
     if dtype not in PACKED or not box.shape:
         return box
+    # Of F4, two elements a group, elements 3 to 7 lie in groups 1 to 4.
     size = PACKED[dtype]
     begin, end = box.offsets[-1] // size, -(-box.ends[-1] // size)
     return Box((*box.offsets[:-1], begin), (*box.shape[:-1], end - begin))
@@ -321,6 +336,7 @@ def _refuse_unreadable(source: Source, name: str) -> None:
     for unreadable in source.unreadable:
         if unreadable.name != name:
             continue
+        # The first reason that holds: its own, that of its file, or that nothing else is known.
         if unreadable.unsupported is not None:
             raise unreadable.unsupported
         for problem in source.problems:
@@ -356,6 +372,7 @@ class ModuleNode:
 
     def walk(self, depth: int) -> Iterator[tuple[int, ModuleNode]]:
         """Yield (depth, node) for this node, which has `depth`, and all below it, parents first."""
+        # A stack, as what waits longest is visited last: the children of a node before its siblings.
         waiting = [(depth, self)]
         while waiting:
             level, node = waiting.pop()
@@ -364,7 +381,10 @@ class ModuleNode:
 
 
 class Branch:
-    """A module with its own tensors and the modules below it. Branches are alike if their `form` is equal."""
+    """A module with its own tensors and the modules below it. Branches are alike if their `form` is equal.
+
+    Of the names "a.w", "a.b.w" and "a.b.v", branch "a" has the tensor "a.w" and, below "b", the other two.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -403,6 +423,7 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     branches = module_branches(rows, depth)
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
+        # Of a tensor what lies below the depth of the tree, and dtype, shape and bytes.
         tensors = sorted((row.name.split(".", depth)[depth:], *row[1:4]) for row in branch.tensors)
         below = tuple(sorted((name, child.form) for name, child in branch.below.items()))
         branch.form = forms.setdefault((repr(tensors), below), len(forms))
@@ -413,16 +434,19 @@ def _node(name: str, path: str, branch: Branch, num_alike: int) -> ModuleNode:
     """Return the node of so many branches that are alike, of which `branch` is one."""
     modules = branch.below
     runs: list[list[str]] = []  # the names in order of their numbers, successive ones that are alike together
-    for part in sorted(modules, key=lambda part: (0, int(part), "") if is_index(part) else (1, 0, "")):
-        last = runs[-1][-1] if runs else ""
+    last = ""
+    for part in (*sorted(filter(is_index, modules), key=int), *filterfalse(is_index, modules)):
         is_next = is_index(part) and is_index(last) and int(part) == int(last) + 1
         if is_next and modules[part].form == modules[last].form:
             runs[-1].append(part)
         else:
             runs.append([part])
+        last = part
     children = []
     for run in runs:
-        shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
+        shown = run[0]
+        if len(run) > 1:
+            shown = f"{run[0]}..{run[-1]}"
         below = f"{path}.{shown}".removeprefix(".")
         children.append(_node(shown, below, modules[run[0]], num_alike * len(run)))
     return ModuleNode(

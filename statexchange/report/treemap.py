@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
@@ -79,8 +79,10 @@ def parameters_picture(source: Source) -> str:
     """
     rows = tensor_rows(source)
     drawn = model_rows(source, rows) or rows
-    section = "section model" if len(drawn) < len(rows) else None
-    kind = ", ".join(filter(None, (source.kind, model_of(source), section)))
+    facts = [source.kind, model_of(source)]
+    if len(drawn) < len(rows):
+        facts.append("section model")
+    kind = ", ".join(filter(None, facts))
     return treemap(drawn, path=source.path, kind=kind)
 
 
@@ -116,7 +118,9 @@ def treemap(rows: Sequence[TensorRow], *, path: str, kind: str) -> str:
     drawing = Drawing(f"Parameters of {shortened(title_of(path), 60)}", " · ".join(facts))
     tops = _tops(root)
     coloured = [node for node in tops if node.numel >= _VISIBLE * root.numel]
-    coloured = coloured if len(tops) <= _MAX_COLOURS else coloured[: _MAX_COLOURS - 1]
+    # Of too many tops the smaller ones share the last colour, and one entry of the legend.
+    if len(tops) > _MAX_COLOURS:
+        coloured = coloured[: _MAX_COLOURS - 1]
     for node, colour in zip(coloured, palette(_MAX_COLOURS), strict=False):
         node.colour = colour
     listed, rest = list(coloured), tops[len(coloured) :]
@@ -125,7 +129,9 @@ def treemap(rows: Sequence[TensorRow], *, path: str, kind: str) -> str:
         listed.append(_Node(label, sum(node.numel for node in rest)))
     entries = []
     for node in listed:
-        share = f"{node.numel / root.numel:.1%}" if node.numel >= _VISIBLE * root.numel else "< 0.1%"
+        share = "< 0.1%"  # 0.04 % would be shown as 0.0%
+        if node.numel >= _VISIBLE * root.numel:
+            share = f"{node.numel / root.numel:.1%}"
         text = f"{shortened(node.name or _NO_NAME, 24)} · {format_count(node.numel)} · {share}"
         entries.append((lightened(node.colour, _LIGHTENED), text))
     if entries:
@@ -144,9 +150,9 @@ def _parts(branch: Branch) -> list[_Node]:
     parts = [_Node(row.name, row.num_parameters, 1, row=row) for row in branch.tensors]
     for module in branch.below.values():
         children = _parts(module)
-        is_one = len(children) == 1
-        node = children[0] if is_one else _Node(module.path, module.num_parameters, module.num_tensors, children)
-        parts.append(node)
+        if len(children) > 1:
+            children = [_Node(module.path, module.num_parameters, module.num_tensors, children)]
+        parts += children
     return sorted(parts, key=_order)
 
 
@@ -156,7 +162,10 @@ def _order(node: _Node) -> tuple[int, str]:
 
 
 def _tops(root: _Node) -> list[_Node]:
-    """Return the modules and tensors that have a colour each, largest first."""
+    """Return the modules and tensors that have a colour each, largest first.
+
+    Of a Llama, "model" and "lm_head" become "model.layers", "lm_head", "model.embed_tokens" and "model.norm".
+    """
     tops = root.children
     while True:
         largest = tops[0]
@@ -187,6 +196,7 @@ class _Layout:
         self._outlines: list[tuple[int, _Area]] = []  # with the level, 1 for a top
         self._numel = root.numel
         self._scale = area.width * area.height / root.numel
+        # The tops are placed as parts of one node, from whatever depth of the names they come.
         whole = _Node("", root.numel, root.num_tensors, list(tops), is_rest=True)
         self._place(whole, area, 0, whole)
 
@@ -208,6 +218,7 @@ class _Layout:
             fill = f'fill="{lightened(top.colour, _LIGHTENED)}"'
             drawing.rectangle(*area, fill, tooltip=_tooltip(node, self._numel))
         drawing.end_group()
+        # The widest last: the border of a top covers those of its parts.
         for level, area in sorted(self._outlines, reverse=True):
             width = {1: 3, 2: 1.8}.get(level, 1.2)
             drawing.rectangle(*area, f'class="o" stroke-width="{width}"')
@@ -216,17 +227,25 @@ class _Layout:
 
     def _shown(self, name: str, parts: Sequence[_Node]) -> list[_Node]:
         """Return the parts with an area of their own, largest first, the small ones as one; none if all are small."""
-        shown = [part for part in parts if part.numel * self._scale >= _MIN_AREA]
-        small = [part for part in parts if part.numel * self._scale < _MIN_AREA]
-        if not shown or len(small) <= 1:
-            return sorted([*shown, *small], key=_order) if shown else []
-        count = sum(part.num_tensors for part in small)
-        rest = _Node(name, sum(part.numel for part in small), count, is_rest=True)
+        shown = list(takewhile(lambda part: part.numel * self._scale >= _MIN_AREA, parts))
+        if not shown:
+            return []
+        # A single small part keeps its name.
+        small = parts[len(shown) :]
+        if len(small) <= 1:
+            return list(parts)
+        rest = _Node(name, is_rest=True)
+        for part in small:
+            rest.numel += part.numel
+            rest.num_tensors += part.num_tensors
         return sorted([*shown, rest], key=_order)
 
 
 def _divided(weights: Sequence[int], area: _Area) -> Iterator[_Area]:
-    """Divide an area in proportion to weights, which are in falling order."""
+    """Divide an area in proportion to weights, which are in falling order.
+
+    Of an area 4 wide and 3 high, weights 2, 1 and 1 get the left half, and the upper and lower half of the right one.
+    """
     if len(weights) == 1:
         yield area
         return
@@ -251,14 +270,18 @@ def _tooltip(node: _Node, numel: int) -> str:
     size = f"{node.numel:,} parameters, {node.numel / numel:.2%}"
     if node.row is not None and node.row.shape is not None:
         return f"{node.name or _NO_NAME}\n{node.row.dtype} {format_shape(node.row.shape)}, {size}"
-    tensors = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
-    return f"{node.name}\n{tensors}, {size}" if node.name else f"{tensors}, {size}"
+    kind = "small tensors" if node.is_rest else "tensors"
+    text = f"{node.num_tensors:,} {kind}, {size}"
+    if node.name:
+        return f"{node.name}\n{text}"
+    return text
 
 
 def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:
     """Write the name and number of parameters of a node into the middle of its area, without the module's name."""
     if node.is_rest:
-        names = [f"{node.num_tensors:,} {'others' if node.name else 'tensors'}"]
+        kind = "others" if node.name else "tensors"
+        names = [f"{node.num_tensors:,} {kind}"]
     else:
         name = _relative(node.name, module)
         short = name.removesuffix(".weight")
@@ -276,8 +299,10 @@ def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:
 
 def _fitting(texts: Sequence[str], width: float) -> str:
     """Return the first text that is not too wide, or the last one shortened; "" if that says nothing."""
-    columns = int(width / text_width(".", _FONT))
+    columns = int(width / text_width(".", _FONT))  # of a monospaced font
     for text in texts:
         if text_width(text, _FONT) <= width:
             return shortened(text, columns)
-    return shortened(texts[-1], columns) if columns >= _MIN_LABEL else ""
+    if columns < _MIN_LABEL:
+        return ""
+    return shortened(texts[-1], columns)

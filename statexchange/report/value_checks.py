@@ -96,12 +96,14 @@ class StoredBox:
         if not np.frombuffer(data, np.uint8).any():
             self.tail += len(data)
             return
+        # Zeros at both ends first, then those between: a run may go on from the last bytes, or into the next ones.
         octets = bytes(data)  # a memoryview has no `find`
         rest = octets.rstrip(b"\0")
         at = len(octets) - len(octets.lstrip(b"\0"))
         if self.tail + at >= _PAGE_BYTES:
             self.runs.append((begin - self.tail, begin + at))
         self.tail = len(octets) - len(rest)
+        # Only runs of a page or more are looked for, so that the search runs in C over all other bytes.
         while (first := rest.find(_ZERO_PAGE, at)) >= 0:
             nonzero = _NONZERO.search(rest, first)
             assert nonzero is not None  # at the latest the last byte of `rest`
@@ -121,6 +123,7 @@ class _Special:
         if not mask.any():
             return
         self.count += int(mask.sum())
+        # Windows of several ranks' boxes do not come in the order of the tensor.
         first = index_at(int(mask.argmax()), window)
         if self.first is None or first < self.first:
             self.first, self.where = first, where
@@ -137,13 +140,14 @@ class TensorChecks:
         self._name, self._dtype, self._shape = name, dtype, shape
         self._last_name = name.rpartition(".")[2]
         self._checks = set(checks)
+        # -inf, and a constant, are what an attention mask is made of.
         if _MASK.search(self._last_name):
             self._checks &= {"nan"}
         if dtype == "BOOL" or _FLAT_BUFFER.search(name):
             self._checks.clear()
         self._nan, self._inf = _Special(), _Special()
         self._boxes: dict[Box, StoredBox] = {}
-        self._value: bytes | None = None  # of the first element
+        self._value = b""  # of the first element
         self._is_equal = True
         self._is_zero = True
 
@@ -164,12 +168,14 @@ class TensorChecks:
         if stored_box.stored.strides is None:  # else the bytes do not come in the order of the file
             stored_box.find_runs(data)
         octets, itemsize = np.frombuffer(data, np.uint8), ITEMSIZE[self._dtype]
-        if self._value is None:
+        if not self._value:
             self._value = bytes(data[:itemsize])
         if self._is_equal:
+            # Each element equals the one before it, and the first of them that of the first window.
             is_first = bytes(data[:itemsize]) == self._value
             self._is_equal = is_first and np.array_equal(octets[itemsize:], octets[:-itemsize])
-        if self._is_zero:  # -0.0 is
+        # By value, as -0.0 is zero. Elements of a packed dtype have no values here.
+        if self._is_zero:
             values = octets if self._dtype in PACKED else array_over(octets, self._dtype, (-1,))
             self._is_zero = not values.any()
 
@@ -181,7 +187,9 @@ class TensorChecks:
 
     def findings(self) -> Iterator[ValueFindingError]:
         """Yield what was found by the checks that are made."""
-        return (finding for finding in self._all_findings() if finding.check in self._checks)
+        for finding in self._all_findings():
+            if finding.check in self._checks:
+                yield finding
 
     def _all_findings(self) -> Iterator[ValueFindingError]:
         if not self._boxes:
@@ -195,6 +203,7 @@ class TensorChecks:
                 yield self._finding(check, text, special.where, special.first, special.count)
         if sum(box.numel for box in self._boxes) != full_box(self._shape).numel:
             self._is_zero = self._is_equal = False  # a part was not read, which is another finding
+        # One finding says it all: of zeros, that each box ends with them says no more.
         if self._is_zero:
             if not self._may_be_zero():
                 yield self._whole("all-zero", "zero", whole)
@@ -210,10 +219,13 @@ class TensorChecks:
                     yield self._tail(stored_box, begin)
                 elif self._is_lost(begin, end):
                     runs.append((begin, end))
+            # All runs of a box are one finding: a server that was full may have lost thousands of pages.
             if runs:
                 nbytes = sum(end - begin for begin, end in runs)
-                parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
-                text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
+                text = f"{nbytes:,} bytes"
+                if len(runs) > 1:
+                    text += f" in {len(runs):,} parts"
+                text += " are zero, from a page of the file to another"
                 yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
     def _whole(self, check: Check, value: str, whole: Box) -> ValueFindingError:
@@ -223,10 +235,12 @@ class TensorChecks:
     def _tail(self, stored_box: StoredBox, begin: int) -> ValueFindingError:
         """Return the finding of the zero bytes from byte `begin` of the file to the end of a box."""
         nbytes = stored_box.end - begin
-        is_whole = stored_box.box == full_box(self._shape)
-        part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
-        page = ", from a page of the file on" if self._begins_page(begin) else ""
-        text = f"the last {nbytes:,} bytes{part} are zero{page}"
+        text = f"the last {nbytes:,} bytes"
+        if stored_box.box != full_box(self._shape):
+            text += f" of region {element_box(self._dtype, stored_box.box)}"
+        text += " are zero"
+        if self._begins_page(begin):
+            text += ", from a page of the file on"
         return self._lost("zero-tail", text, stored_box, begin, nbytes)
 
     def _lost(self, check: Check, text: str, stored_box: StoredBox, begin: int, nbytes: int) -> ValueFindingError:
@@ -244,11 +258,13 @@ class TensorChecks:
             return True
         is_moment = _OPTIMIZER.search(self._name) is not None
         is_whole = end - begin == stored_box.stored.nbytes
+        # The moments of a rank's box are all zero before the first step, and of weights that get no gradient.
         if is_whole or not (is_moment or _VOCABULARY.search(self._name)):
             return is_moment and is_whole
+        # Whole rows of a vocabulary
         row = full_box(stored_box.box.shape[1:]).numel * ITEMSIZE[self._dtype]
         offsets = (begin - stored_box.stored.begin, end - stored_box.stored.begin)
-        return len(stored_box.box.shape) > 1 and not any(offset % row for offset in offsets)
+        return len(stored_box.box.shape) > 1 and offsets[0] % row == offsets[1] % row == 0
 
     def _begins_page(self, begin: int) -> bool:
         """Whether the first zero element of a run begins a page; the bytes before it may be zero, as of an int 1."""
@@ -276,11 +292,14 @@ class TensorChecks:
         return self._is_vector() and self._value_text() == "1"
 
     def _is_vector(self) -> bool:
-        return sum(size > 1 for size in self._shape) <= 1
+        # Its largest dim is all that it has: a bias may be kept as [1, 64, 1].
+        return max(self._shape, default=1) == full_box(self._shape).numel
 
     def _value_text(self) -> str:
         value = array_over(self._value, self._dtype, (1,))[0]
-        return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
+        if self._dtype.startswith("C"):
+            return f"{complex(value):.6g}"
+        return f"{float(value):.6g}"
 
     def _finding(
         self,
@@ -292,6 +311,8 @@ class TensorChecks:
         region: Box | None = None,
     ) -> ValueFindingError:
         """Return a finding, of the whole tensor unless it is of a region."""
-        shown = element_box(self._dtype, full_box(self._shape) if region is None else region)
+        if region is None:
+            region = full_box(self._shape)
+        shown = element_box(self._dtype, region)
         about = {"name": self._name, "path": where.stored.path, "rank": where.rank}
         return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)

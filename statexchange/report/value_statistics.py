@@ -9,6 +9,7 @@ joined, which is exact, until all values fit: the result does not depend on the 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape
 
 if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
+    from statexchange.tensors import Array, ByteMemory
 
 __all__ = ["Bin", "ValueDiff", "ValueStatistics", "ValueSums", "read_slice", "read_statistics", "same_bytes"]
 
@@ -83,7 +85,7 @@ class ValueStatistics:
     problems: tuple[CorruptError, ...]
 
 
-def read_slice(facts: TensorFacts, box: Box) -> Any:
+def read_slice(facts: TensorFacts, box: Box) -> Array:
     """Return the values in a block, given in elements, as an array of Python's numbers; None where no file has one.
 
     Not collective.
@@ -109,9 +111,11 @@ def read_slice(facts: TensorFacts, box: Box) -> Any:
         regions.read_part(region.stored, stored_box, part, facts.dtype, memoryview(data), part)
         region.stored.file.check_unchanged()
         values = _values_over(data, facts.dtype, part.shape)
+        # Python has no number for the dtypes of ml_dtypes, and each of them is a float64.
         if values.dtype.kind not in "iubc":
             with np.errstate(invalid="ignore"):  # of NaN that signal
                 values = values.astype(np.float64)
+        # A part of a packed dtype begins with a whole group, which may have elements before those that are shown.
         within = regions.slices_within(seen, element_box(facts.dtype, part))
         shown[regions.slices_within(seen, box)] = values[within].astype(object)
     return shown
@@ -131,7 +135,9 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     sums = _Sums(is_integer=facts.dtype[0] in "IU" or facts.dtype == "BOOL")
     problems: list[CorruptError] = []
     total, done = sum(region.stored.nbytes for region in facts.regions), 0
-    ahead = regions.READ_AHEAD_BYTES // (16 if facts.dtype in PACKED else 1)  # values take up to 16 times the bytes
+    ahead = regions.READ_AHEAD_BYTES
+    if facts.dtype in PACKED:
+        ahead //= 16  # values take up to 16 times the bytes
     for region in facts.regions:
         stored_box = group_box(facts.dtype, region.box)
         digest = regions.BoxDigest(region.stored, stored_box, facts.dtype)
@@ -146,22 +152,25 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     return sums.result(total, problems)
 
 
-def _values_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def _values_over(data: ByteMemory, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return an array of values over bytes; those of a packed dtype are decoded, and its shape is in groups.
 
-    The first element of a group lies in its lowest bits, as in torch's float4_e2m1fn_x2.
+    The first element of a group lies in its lowest bits, as in torch's float4_e2m1fn_x2: the byte 0x72 of F4 has
+    the codes 2 and 7, which are 1.0 and 6.0.
     """
     if dtype == "BOOL":
-        return np.frombuffer(data, np.uint8).reshape(shape) != 0
+        return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     if dtype not in PACKED:
         return array_over(data, dtype, shape)
     import ml_dtypes
 
     kinds = {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
+    # Each code gets a byte of its own, as ml_dtypes stores it: for F4, bits (..., 4) are padded to 8.
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     bits_of_codes = bits.reshape(-1, 8 * ITEMSIZE[dtype] // PACKED[dtype])
     codes = np.packbits(bits_of_codes, axis=-1, bitorder="little")
-    return codes.view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32).reshape(element_shape(dtype, shape))
+    kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, kinds[dtype]))
+    return codes.view(kind).astype(np.float32).reshape(element_shape(dtype, shape))
 
 
 class _Sums:
@@ -177,16 +186,17 @@ class _Sums:
         self._bins: Counter[int] = Counter()
         self._exponent = 0 if is_integer else _LEAST_EXPONENT
 
-    def add(self, values: Any) -> None:
+    def add(self, values: Array) -> None:
         """Add the values of a block."""
         flat = values.reshape(-1)
         with np.errstate(all="ignore"):
             for begin in range(0, len(flat), _CHUNK):
                 self._add_chunk(flat[begin : begin + _CHUNK])
 
-    def _add_chunk(self, values: Any) -> None:
+    def _add_chunk(self, values: Array) -> None:
         self._num_elements += len(values)
-        wide = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
+        sizes = np.abs(values) if values.dtype.kind == "c" else values
+        wide = sizes.astype(np.float64)
         is_finite = np.isfinite(wide)
         if not is_finite.all():
             num_nan = int(np.isnan(wide).sum())
@@ -206,11 +216,14 @@ class _Sums:
         for number, count in enumerate(np.bincount(numbers - first).tolist(), first):
             self._bins[number] += count
 
-    def _add_moments(self, values: Any) -> None:
+    def _add_moments(self, values: Array) -> None:
         """Add to the mean and the standard deviation. No square is computed of a number that may be huge or tiny."""
+        # To at most 1 in size, by a power of two, which rounds nothing
         exponent = math.frexp(float(np.abs(values).max()))[1]
         scaled = np.ldexp(values, -exponent)
-        mean, deviation = (float(np.ldexp(moment, exponent)) for moment in (scaled.mean(), scaled.std()))
+        mean, deviation = float(np.ldexp(scaled.mean(), exponent)), float(np.ldexp(scaled.std(), exponent))
+        # With n values before and m new ones: mean += (new - mean) * m / (n + m), and the variance is the mean of both,
+        # weighted by n and m, plus n * m / (n + m)**2 * (new - mean)**2.
         share = len(values) / (self._bins.total() + len(values))
         half = mean / 2 - self._mean / 2  # of the distance of the means, which may be too large for a float64
         self._mean += half * share
@@ -221,6 +234,7 @@ class _Sums:
     def _widen_bins(self) -> None:
         """Join neighbouring bins until those from the least to the greatest value are at most _BINS."""
         edges = np.array([self._min, self._max], np.float64)
+        # Bins can only get wider. Their numbers have at most the bits of a mantissa, so that an int64 has them.
         exponent = max(self._exponent, math.frexp(float(np.abs(edges).max()))[1] - _MANTISSA)
         while np.ptp(_bins_of(edges, exponent)) >= _BINS:
             exponent += 1
@@ -243,20 +257,23 @@ class _Sums:
             begin: float
             end: float
             if self._is_integer:
+                # The greatest integer that the bin has, as a reader would name it
                 begin, end = number << self._exponent, (number + 1 << self._exponent) - 1
             else:
                 with np.errstate(over="ignore"):
                     begin, end = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
             histogram.append(Bin(begin, end, self._bins[number]))
         if self._min == self._max:
+            # One value is no range.
             histogram = [Bin(self._min, self._max, self._bins.total())]
         return ValueStatistics(*counts, *figures, tuple(histogram), nbytes, tuple(problems))
 
 
-def _bins_of(values: Any, exponent: int) -> Any:
+def _bins_of(values: Array, exponent: int) -> Array:
     """Return the numbers of the bins, 2**exponent wide, that have these values."""
     scaled = np.floor(np.ldexp(values, -exponent))
-    scaled[(scaled == 0) & (values < 0)] = -1  # where scaling has underflowed
+    # A tiny negative number that was scaled to -0.0 belongs to the bin below 0.
+    scaled[(scaled == 0) & (values < 0)] = -1
     return scaled.astype(np.int64)
 
 
@@ -290,7 +307,8 @@ class ValueDiff:
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
     """Whether two buffers of one size have the same bytes. Not collective."""
-    size = next(size for size in (8, 4, 2, 1) if len(a) % size == 0)  # the largest words are compared fastest
+    # By the largest words that fill the buffers, which are compared fastest: of 4 bytes if there are 12.
+    size = math.gcd(len(a), 8)
     return not np.count_nonzero(np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}"))
 
 
@@ -304,7 +322,7 @@ class ValueSums:
     first: tuple[int, ...] | None = None
     nans: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
+    def add(self, window: Box, a: Array, b: Array, tolerance: float | None) -> None:
         """Add the values of one window; NaN and infinite values count in the numbers of elements only.
 
         `tolerance` is that of `diff_checkpoints`.
@@ -314,6 +332,7 @@ class ValueSums:
             for begin in range(0, len(a), _TILE):
                 tile_a, tile_b = a[begin : begin + _TILE], b[begin : begin + _TILE]
                 differing = self._add_narrow(tile_a, tile_b, tolerance)
+                # float32 does for nearly all tensors, in a third of the time.
                 if differing is None:
                     parts = []
                     for at in range(0, len(tile_a), _SMALL_TILE):
@@ -324,7 +343,7 @@ class ValueSums:
                     self.first = index_at(begin + int(differing.argmax()), window)
                 self.num_differing += num_differing
 
-    def _add_narrow(self, a: Any, b: Any, tolerance: float | None) -> Any:
+    def _add_narrow(self, a: Array, b: Array, tolerance: float | None) -> Array | None:
         """Add the values of a tile, with sums in float32; return for each whether it differs.
 
         Return None, with nothing added, if float32 lacks some values, or their squares leave its range. `_add_any`,
@@ -332,19 +351,25 @@ class ValueSums:
         """
         if not (_fits(a.dtype) and _fits(b.dtype)):
             return None
-        wide_a, wide_b = (values.astype(np.float32, copy=False) for values in (a, b))
+        wide_a, wide_b = a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)
         delta = wide_b - wide_a
-        differing = _differing_bits(a, b) if a.dtype == b.dtype else delta != 0
+        differing: Array = delta != 0
+        if a.dtype == b.dtype:
+            differing = _differing_bits(a, b)
         largest = max(float(delta.max()), -float(delta.min()))
         squares = _dot(delta, delta), _dot(wide_a, wide_a), _dot(wide_b, wide_b), _dot(wide_a, wide_b)
+        # NaN, infinite values, and squares beyond float32
         if not math.isfinite(sum(squares)):
             return None
-        if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
+        # Of values that float32 has, such as 1e-30, the squares may be 0 in it. Those of no difference are.
+        if min(squares[1:3]) < _MIN_SQUARES or (largest and squares[0] < _MIN_SQUARES):
             return None
+        # A difference that is near the tolerance, or beyond it, is counted in float64.
         if tolerance is not None:
             if largest >= tolerance * (1 - _ROUNDING):
                 return None
             differing = np.zeros(len(a), np.bool_)
+        # The exact largest difference is one of the few that may be it, if it may be larger than those before.
         if largest * (1 + _ROUNDING) > max(self.max_abs, 0.0):
             at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
             largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
@@ -352,22 +377,23 @@ class ValueSums:
         self.max_abs = max(self.max_abs, largest)
         return differing
 
-    def _add_any(self, a: Any, b: Any, tolerance: float | None) -> Any:
+    def _add_any(self, a: Array, b: Array, tolerance: float | None) -> Array:
         """Add any values; return for each whether it differs."""
         is_complex = "c" in (a.dtype.kind, b.dtype.kind)
-        wide_a, wide_b = (values.astype(np.complex128 if is_complex else np.float64) for values in (a, b))
+        wide = np.complex128 if is_complex else np.float64
+        wide_a, wide_b = a.astype(wide), b.astype(wide)
         nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
         delta = wide_b - wide_a
         size = np.abs(delta)
-        has_large = any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b))
-        if has_large and not is_complex:
+        names = a.dtype.name, b.dtype.name
+        if ("int64" in names or "uint64" in names) and not is_complex:
             # float64 rounds large integers, and Python's are exact. Fractions do not count: a float that has one is far
             # below _MAX_EXACT.
             rounded = np.isfinite(size) & (np.maximum(np.abs(wide_a), np.abs(wide_b)) >= _MAX_EXACT)
             pairs = zip(a[rounded].tolist(), b[rounded].tolist(), strict=True)
             size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
         if tolerance is None and a.dtype == b.dtype:
-            differing = _differing_bits(a, b)
+            differing: Array = _differing_bits(a, b)
         else:
             # The difference of two equal infinities is NaN, which is not greater either. Two NaN are equal.
             differing = ((size > (tolerance or 0.0)) & ~nan_b) | (nan_a != nan_b)
@@ -376,46 +402,51 @@ class ValueSums:
         self.max_abs = max(self.max_abs, float(np.fmax.reduce(size, initial=-1.0)))  # without NaN
         finite = np.isfinite(delta)
         if not finite.all():
-            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
-        factors = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
-        self._add_squares(*(float(np.vdot(left, right).real) for left, right in factors))
+            delta, wide_a, wide_b = delta[finite], wide_a[finite], wide_b[finite]
+        squares = []
+        for left, right in ((delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)):
+            squares.append(float(np.vdot(left, right).real))
+        self._add_squares(*squares)
         return differing
 
     def _add_squares(self, *squares: float) -> None:
-        self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
+        self.squares = list(map(operator.add, self.squares, squares))
 
     def merge(self, later: ValueSums) -> None:
         """Add the sums over parts that come later in C order, or on another rank."""
         self.num_differing += later.num_differing
         self.max_abs = max(self.max_abs, later.max_abs)
         self._add_squares(*later.squares)
+        # Of a tensor without dims it is (), which is false.
         self.first = min((first for first in (self.first, later.first) if first is not None), default=None)
-        self.nans = [before + new for before, new in zip(self.nans, later.nans, strict=True)]
+        self.nans = list(map(operator.add, self.nans, later.nans))
 
     def result(self) -> ValueDiff:
         """Return the differences."""
         delta, a, b, product = self.squares
-        relative = math.inf if delta else 0.0
-        cosine = math.nan
+        relative, cosine = 0.0, math.nan
         if a:
             relative = math.sqrt(delta / a)
+        elif delta:
+            relative = math.inf
         if a and b:
             if delta < min(a, b):  # then this is precise where the cosine is near 1
                 product = (a + b - delta) / 2
             cosine = max(-1.0, min(product / math.sqrt(a) / math.sqrt(b), 1.0))
         largest = self.max_abs
-        if largest < 0:
+        if largest < 0:  # no difference was a number: there was no element, or each had a NaN or two infinities
             largest = math.nan if self.num_differing else 0.0
         return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
 
 
-def _fits(dtype: Any) -> bool:
+def _fits(dtype: np.dtype[Any]) -> bool:
     """Whether float32 represents each value of a dtype exactly, and of integers also the difference of any two."""
-    kind, itemsize = str(dtype.kind), int(dtype.itemsize)
-    return itemsize < 4 if kind in "iu" else itemsize <= 4 and kind != "c"
+    if dtype.kind in "iu":
+        return dtype.itemsize < 4
+    return dtype.itemsize <= 4 and dtype.kind != "c"
 
 
-def _dot(left: Any, right: Any) -> float:
+def _dot(left: Array, right: Array) -> float:
     """Return the dot product of two arrays of one dtype, as the sum in float64 over short parts.
 
     OpenBLAS would divide long ones among threads of its own, which the other threads of a comparison then wait for.
@@ -425,8 +456,9 @@ def _dot(left: Any, right: Any) -> float:
     return float(parts.sum(dtype=np.float64)) + float(np.dot(left[whole:], right[whole:]))
 
 
-def _differing_bits(a: Any, b: Any) -> Any:
+def _differing_bits(a: Array, b: Array) -> Any:
     """Return for each element whether its bits differ: by value 0.0 equals -0.0, and NaN equals nothing."""
     itemsize = a.dtype.itemsize
+    # numpy has no integer of 16 bytes, for complex128; opaque bytes compare more slowly.
     bits = f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}"
     return a.view(bits) != b.view(bits)

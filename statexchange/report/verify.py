@@ -101,6 +101,7 @@ def verify(
         (1, 32, ())
     """
 
+    # All of it may be done twice: what was found before a replacement was noticed may be of two checkpoints.
     def attempt() -> VerifyReport:
         with open_source(path, strict=False) as source:
             source.read_ahead()
@@ -143,6 +144,7 @@ class _Check:
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
         hub = hub or HubComparison((), (), (), (), 0)
+        # A file that has the hash of the download needs no digest of each tensor.
         self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
         self._sealed = sealed_files(source)
         self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
@@ -163,6 +165,7 @@ class _Check:
         for number, shard_file in enumerate(self._source.files):
             for name in shard_file.tensors:
                 self._guard(self._read_tensor, number, name)
+        # After all files: parts of one tensor may lie in several.
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
         # Each tensor separately, so that every problem is reported. A spec is there exactly once.
@@ -171,6 +174,7 @@ class _Check:
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
             self._count(sealed.digest_nbytes)
+        # Last: what is broken explains odd values.
         self.findings += values
         self._source.check_unchanged()
 
@@ -200,10 +204,13 @@ class _Check:
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
-        rank = self._source.files[number].rank if self._source.has_ranks else None
+        rank = None
+        if self._source.has_ranks:
+            rank = self._source.files[number].rank
         checked = None
         if self._checks:
-            key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
+            # Files that disagree on dtype or shape, which is another finding, are checked each by itself.
+            key = shard.name, shard.dtype, shard.global_shape
             if key not in self._tensor_checks:
                 self._tensor_checks[key] = TensorChecks(*key, self._checks)
             checked = self._tensor_checks[key].begin(stored, box, rank)
@@ -215,6 +222,7 @@ class _Check:
             self._count(len(data))
         if checked is not None:
             checked.checks.end(checked)
+        # A box that several ranks wrote has digests of their parts alone, which prove it if they cover it.
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
@@ -264,6 +272,7 @@ def verify_saves(
             yield {"step": save.step}, _unread(save.path, save.problems)
             continue
         report = verify_listed(os.path.join(root, step_name(save.step)), checks, on_progress)
+        # The job may remove a save that was listed.
         was_removed = not report.is_read and isinstance(report.findings[0], NotFoundError)
         if not was_removed:
             yield {"step": save.step}, report

@@ -66,6 +66,7 @@ def list_version_rows(path: str) -> list[VersionRow]:
     for run, numbers in all_versions(path).items():
         retired = retired_versions(f"{path}/{run}")
         for number in numbers:
+            # A retired version can still be read: it is removed once no reader has it.
             row = _row(run, number, version_path(path, run, number), is_retired=number in retired)
             if row is not None:
                 rows.append(row)
@@ -74,13 +75,16 @@ def list_version_rows(path: str) -> list[VersionRow]:
 
 def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | None:
     """Return the row of a version; None if it was removed meanwhile, or has no file."""
-    row = VersionRow(run, number, without_secrets(path), state="retired" if is_retired else "whole")
+    row = VersionRow(run, number, without_secrets(path))
+    if is_retired:
+        row = replace(row, state="retired")
     try:
         with open_path(path) as opened:
             if not opened.store.listing:
                 return None
             nbytes, created = size_and_time(opened.store)
             row = replace(row, nbytes=nbytes, created=created)
+            # Opened in full, with all that a delta is based on: a version is whole if a reader can load it now.
             try:
                 facts = delta_facts(opened)
                 row = replace(row, kind="full")

@@ -245,3 +245,12 @@ def test_a_killed_accelerate_loop_goes_on_as_if_it_had_not_been_killed(
         assert [int(step) for step, _ in whole] == [*range(1, len(whole) + 1)]
         again = next(at for at, (step, _) in enumerate(resumed) if step == "5" and at >= 5)
         assert [*resumed[:4], *resumed[again:]] == whole
+
+
+def test_a_second_training_from_the_start_does_not_pass_over_a_save_of_the_first(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2, save_steps=2)
+    saves = sx.Checkpoints(tmp_path / "saves")
+    trainer = sx.integrations.CheckpointsTrainer(llama_of_pages(), args, train_dataset=random_rows(), saves=saves)
+    trainer.train()
+    with pytest.raises(sx.errors.TargetExistsError, match="step-000000002"):
+        trainer.train()

@@ -632,3 +632,19 @@ def test_closed_streams_set_the_exit_code_without_a_traceback(
     for reader in ("head -c 0", "head -1"):
         assert with_reader(reader, "2>/dev/null") == code
         assert with_reader(reader, "2>&1") == code
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (["fp32", "*=bf16"], "fp32 and bf16 are both for all tensors"),
+        (["a.*=fp32", "a.*=bf16"], "fp32 and bf16 are both for a.*"),
+    ],
+    ids=["all", "a pattern"],
+)
+def test_two_dtypes_for_the_same_tensors_are_refused(
+    call: CommandLine, dtypes: list[str], message: str, tmp_path: Path
+) -> None:
+    options = [option for dtype in dtypes for option in ("--dtype", dtype)]
+    code, _, err = call("merge", tmp_path, tmp_path / "out", *options)
+    assert (code, message in err) == (2, True)

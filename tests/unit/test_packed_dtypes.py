@@ -158,3 +158,16 @@ def test_bytes_that_do_not_fit_are_corrupt(shape: list[int], nbytes: int, tmp_pa
     write_raw(tmp_path / "in.safetensors", {"w": ("F4", shape, bytes(nbytes))})
     (problem,) = summarize(tmp_path / "in.safetensors").problems
     assert isinstance(problem, CorruptError)
+
+
+@needs_f4
+def test_a_tensor_of_a_missing_file_is_listed_in_elements(tmp_path: Path) -> None:
+    save_file({"w": pairs(5, 8), "x": torch.zeros(9)}, tmp_path / "in.safetensors")
+    sx.merge_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", max_shard_size=40)
+    with open_source(tmp_path / "out", strict=False) as source:
+        whole = {row.name: row[1:4] for row in tensor_rows(source)}
+    assert whole["w"] == ("F4", (5, 16), 40)
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        path.unlink()
+    with open_source(tmp_path / "out", strict=False) as source:
+        assert {row.name: row[1:4] for row in tensor_rows(source)} == whole
