@@ -445,7 +445,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     Python before 3.12 replaces what is raised in `__set_name__`, while a class is made, by a RuntimeError.
     """
     while error is not None and not isinstance(error, KeyboardInterrupt):
-        # The error that was being handled says as much as the one that `raise ... from` names.
+        # Without `raise ... from` the error that was being handled is the cause.
         error = error.__cause__ or error.__context__
     return error is not None
 
@@ -485,7 +485,7 @@ def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
 
 def to_record(error: BaseException, rank: int, phase: str, host: str | None = None) -> dict[str, Any]:
     """Return a JSON object that describes the error of `rank` on `host` to the other ranks."""
-    # A rank that only heard of a failure passes it on as it is: all ranks name the one that failed first.
+    # The failure of another rank is passed on unchanged: all ranks name the one that failed first.
     if isinstance(error, PeerError):
         fields = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
         return {"type": "PeerError", **fields}

@@ -44,13 +44,11 @@ def _scaled(value: float, suffixes: Sequence[str]) -> str:
         value /= 1000
         if value < 999.5 or suffix == last:
             break
-    return f"{_three_digits(value)}{suffix}"
-
-
-def _three_digits(value: float) -> str:
     if value < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+        return f"{value:.2f}{suffix}"
+    if value < 99.95:
+        return f"{value:.1f}{suffix}"
+    return f"{value:,.0f}{suffix}"
 
 
 def format_number(number: int, noun: str) -> str:

@@ -351,7 +351,8 @@ def types_of(value: object) -> dict[str, type]:
     types = {}
     for part in parts_of(value):
         cls = type(part)
-        if issubclass(cls, enum.Enum) or _is_dataclass(cls) or _is_namedtuple(cls):
+        is_namedtuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
+        if is_namedtuple or issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls):
             types[_type_name(cls)] = cls
     return types
 

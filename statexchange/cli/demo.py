@@ -136,7 +136,7 @@ def _show_loss(output: Output, report: DemoReport) -> None:
     if first:
         text = f"loss on {report.first_world_size} ranks, killed after step {len(first)} of {len(losses)}"
         output.line(f"{text}: {first[0]:.2f} to {first[-1]:.2f}")
-    # The median: the first steps compile and warm up.
+    # The median: the first steps take longer than the others.
     pace = sorted(report.step_seconds)[len(report.step_seconds) // 2]
     text = f"loss on {report.world_size} ranks, resumed from the save of step {report.resumed_step}"
     output.line(f"{text}: {losses[report.resumed_step]:.2f} to {losses[-1]:.2f}, steps of {pace:.2f} s")

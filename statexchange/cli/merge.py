@@ -74,7 +74,7 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
         options["files_from"] = None
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, path, **options, on_progress=progress)
-    # What was left out or differs: nobody may look at the result again.
+    # What was left out, and what differs between a config and the tensors
     output.warnings(report.notes)
     _show(output, report)
     fields = fields_of(report)

@@ -68,7 +68,7 @@ def option(name: str, *short: str, **changes: object) -> Callable[[F], F]:
         short: its short form, as "-i".
         changes: what this command shows in another way than the field says, such as `help`.
     """
-    # One source of names, helps and defaults: the record of the public call says them for the command, too.
+    # Names, helps and defaults are those of the public call, so that the command cannot differ from it.
     default = _FIELDS[name].default
     shown = {**_FIELDS[name].metadata["shown"], **changes}
     if "choices" in shown:

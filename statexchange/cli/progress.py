@@ -42,7 +42,7 @@ class LiveLine:
             return
         self._next_live = now + _LIVE_S
         line = f"{self._label}  {text(now - self._began)}"
-        # Without a terminal, which tells the two apart, a log gets a line of its own now and then.
+        # `live` returns False without a terminal: then a log gets a line every 30 s.
         self._shown = self._output.live(line)
         if not self._shown and now >= self._next_line:
             self._next_line = now + _LOG_S

@@ -78,7 +78,7 @@ def command(
         return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
-    # Broken saves were not removed: somebody may want to rescue what they have.
+    # Broken saves are not removed, as parts of them may still be read.
     output.warnings(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}

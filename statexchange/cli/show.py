@@ -445,7 +445,7 @@ def _write_statistics(output: Output, statistics: ValueStatistics, facts: Tensor
     fields: list[tuple[str, object]] = [("elements", elements)]
     if facts.dtype in ("C64", "C128"):
         fields.append(("figures", "of the absolute values"))
-    # None is finite: the counts below say what there is.
+    # None if no value is finite; the counts below are of all values.
     if statistics.min is not None:
         for key in ("min", "max", "mean", "std"):
             fields.append((key, _number_text(getattr(statistics, key), exact=exact)))

@@ -119,7 +119,7 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds
         _show_hub(output, report.hub)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
-    # Said aloud, as nothing else shows that values were looked at.
+    # Nothing else shows that values were checked.
     has_odd_values = any(isinstance(finding, ValueFindingError) for finding in report.findings)
     if checks and report.num_boxes and not has_odd_values:
         output.line(f"values: nothing found by {', '.join(checks)}")

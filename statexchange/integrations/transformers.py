@@ -197,7 +197,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         """
         if trial is not None:
             raise UnsupportedError("trials of a hyperparameter search would share the steps of their saves")
-        # A second training counts its steps from 0 again: that of the last save says nothing about this one.
+        # A second training counts its steps from 0 again, and may come to the step of the last save.
         self._saved_step = None
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)

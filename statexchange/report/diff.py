@@ -333,7 +333,7 @@ class _Comparison:
             return self._result(name, "shape")
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
-            # Both sides must have them of the same boxes: digests of other boxes say nothing of these.
+            # Both sides must have them of the same boxes: digests of other boxes cannot be compared.
             if None not in digests.values() and digests == self._b.digests(name):
                 return self._result(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):

@@ -287,7 +287,7 @@ def cover_problems(
         expected = known_digest(computed, stored[piece.holder], numbers[piece.holder], piece.box_index)
         for holder, index in piece.replicas:
             digest = known_digest(computed, stored[holder], numbers[holder], index)
-            # A copy without a digest may be equal: nothing is said of it.
+            # A copy without a digest may be equal, and is no finding.
             if None not in (expected, digest) and expected != digest:
                 first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
                 labels = source.label_of(first), source.label_of(second)

@@ -203,7 +203,7 @@ class TensorChecks:
                 yield self._finding(check, text, special.where, special.first, special.count)
         if sum(box.numel for box in self._boxes) != full_box(self._shape).numel:
             self._is_zero = self._is_equal = False  # a part was not read, which is another finding
-        # One finding says it all: of zeros, that each box ends with them says no more.
+        # One finding for the tensor: that each box ends with zeros follows from it.
         if self._is_zero:
             if not self._may_be_zero():
                 yield self._whole("all-zero", "zero", whole)

@@ -143,9 +143,8 @@ class _Check:
         self._checks = frozenset(checks)
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
-        hub = hub or HubComparison((), (), (), (), 0)
-        # A file that has the hash of the download needs no digest of each tensor.
-        self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
+        # Every byte of these is known: they need no digest of each tensor.
+        self._equal_files: set[str] = set()
         self._sealed = sealed_files(source)
         self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
         self._total += sum(spec.nbytes for spec in source.specs.values())
@@ -154,7 +153,10 @@ class _Check:
                 self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
         self.done = self.num_boxes = self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
-        self.findings += (*source.empty_weights(), *hub.findings)
+        self.findings += source.empty_weights()
+        if hub is not None:
+            self._equal_files.update(map(source.opened.store.path_of, hub.equal))
+            self.findings += hub.findings
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
         # The digests of each tensor's boxes; [] if several files have parts of it, whose order is not known.
         self.digests: dict[str, list[str]] = {}

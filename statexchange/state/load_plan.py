@@ -31,6 +31,7 @@ from statexchange.lazy import is_installed
 from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.paths import (
     ListItem,
+    Path,
     TupleItem,
     find_wrapper,
     joined,
@@ -42,7 +43,7 @@ from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import new_dtensor
 from statexchange.state.entries import Conflicts, Entries, Entry, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.tree import check_change, children, is_leaf, walk, with_children, with_types_of
-from statexchange.state.types import Leaf, Path
+from statexchange.state.types import Leaf
 from statexchange.state.units import ObjectStates, is_module
 from statexchange.tensors import (
     checked_dtype,

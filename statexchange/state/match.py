@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
-from statexchange.sharding.paths import joined, module_prefix, text_of
+from statexchange.sharding.paths import Path, joined, module_prefix, text_of
 from statexchange.state.entries import (
     ABSENT,
     Entry,
@@ -50,7 +50,7 @@ from statexchange.state.tree import (
     sharded_kind,
     with_children,
 )
-from statexchange.state.types import Leaf, Module, Path
+from statexchange.state.types import Leaf, Module
 from statexchange.state.units import (
     has_loader,
     is_extra_state,
@@ -359,7 +359,9 @@ class _ValueMatcher:
         selected: dict[Leaf, Leaf] = {}
         loads = False
         # A mapping of texts is filled entry by entry from others' files; without patterns a save replaces it.
-        is_filled = bool(self._names.options.include) or (not self._has_tree and _has_texts_alone(live))
+        is_filled = bool(self._names.options.include)
+        if not self._has_tree and not is_filled:
+            is_filled = all(isinstance(key, str) for key in live)
         for key, item in live.items():
             inner = joined(path, key)
             if key in saved:
@@ -414,11 +416,6 @@ class _ValueMatcher:
             return live
         with named(path):
             return with_children(live, changed)
-
-
-def _has_texts_alone(mapping: Mapping[Leaf, Leaf]) -> bool:
-    """Whether all keys are texts."""
-    return all(isinstance(key, str) for key in mapping)
 
 
 class _ModuleMatcher:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Leaf", "Module", "Optimizer", "Path", "Stateful"]
+__all__ = ["Leaf", "Module", "Optimizer", "Stateful"]
 
 Leaf: TypeAlias = Any
 """A tensor, live or stored, or a plain value: whatever a program keeps in its state."""
-
-Path: TypeAlias = tuple[Hashable, ...]
-"""The keys that lead to a leaf: texts, and integers for the items of lists."""
 
 Module: TypeAlias = "torch.nn.Module"
 
