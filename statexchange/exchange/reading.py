@@ -130,7 +130,9 @@ class StoredTensors:
                 self.by_name[name] = _StoredTensor(saved, (), None, listed)
             parts: dict[str, list[_SavedPart]] = {}
             # This rank's own file first, then by ranks: the first part of a box is the one that is read.
-            for shard_file in sorted(source.files_without_specs, key=lambda file: self._order(file.rank)):
+            for shard_file in sorted(
+                source.files_without_specs, key=lambda file: (file.rank != self.own_rank, file.rank)
+            ):
                 path, label = shard_file.path, source.label_of(shard_file)
                 for name, tensor in shard_file.tensors.items():
                     part = _SavedPart(shard_file.rank, tensor, path, label)
@@ -167,12 +169,8 @@ class StoredTensors:
             # Ranks had other dtypes or shapes, and each gets its own.
             for listed in of_name:
                 parts.setdefault(name, []).extend(_parts_of_listed(listed))
-            parts[name].sort(key=lambda part: self._order(part.rank))
+            parts[name].sort(key=lambda part: (part.rank != self.own_rank, part.rank))
         self.by_name |= self._records(parts)
-
-    def _order(self, rank: int) -> tuple[bool, int]:
-        """Return the key by which parts are sorted: those of this rank come first."""
-        return rank != self.own_rank, rank
 
     def _records(self, parts: Mapping[str, Sequence[_SavedPart]]) -> dict[str, _StoredTensor]:
         """Return the record of each tensor, from the parts of it that ranks, or files, have."""

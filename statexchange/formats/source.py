@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from statexchange.errors import (
@@ -552,7 +553,7 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        return set(self.specs).union(*(shard_file.tensors for shard_file in self.files_without_specs))
+        return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
 
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:
