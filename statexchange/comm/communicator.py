@@ -1210,9 +1210,11 @@ class Communicator:
 
 def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     """Return the error for an invalid `timeout_s`, None if it is valid."""
+    # As nearly always: a save or load has dozens of phases, each of which comes here.
+    if timeout_s is None or (type(timeout_s) is float and timeout_s > 0):
+        return None
     try:
-        if timeout_s is not None:
-            check_timeout(timeout_s)
+        check_timeout(timeout_s)
     except InvalidArgumentError as refusal:
         return refusal
     return None
