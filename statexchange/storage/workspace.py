@@ -214,6 +214,7 @@ class WorkspaceView:
 
     def was_removed(self, absent: Sequence[RankName]) -> bool:
         """Whether one of these files, which could not be opened, is not listed any more, or its round is gone."""
+        # By a new listing, as this view's may be older than the removal.
         first = absent[0]
         try:
             with open_path(self.path) as opened:
@@ -325,6 +326,7 @@ class Workspace:
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
+        # The last attempt, whose error counts.
         write()
 
     @contextlib.contextmanager
@@ -429,6 +431,7 @@ class Workspace:
                     files.remove_file(name, os.path.join(path, name), dir_fds[-1])
         except _REMOVED:
             return
+        # The rank that removes its file last finds them empty.
         self._remove_empty(run, number)
 
     def _remove_empty(self, run: str, number: int) -> None:
@@ -439,6 +442,7 @@ class Workspace:
                 name = f"{number:06d}"
                 files.remove_directory(name, run_fd, os.path.join(run_path, name))
             empty = files.remove_directory(run, root_fd, run_path)
+            # On tmpfs what stays takes memory until the host is booted; on a disk the root is the caller's directory.
             if empty and self._in_memory:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)
