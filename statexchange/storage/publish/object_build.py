@@ -646,8 +646,11 @@ def clear_objects(url: str, manifest: str, is_own: OwnCheck | None, *, waits: bo
         waits: watch the claim for 60 s, unless its process runs on this host or has provably ended. Without it only a
             claim that this process has seen unchanged for 60 s counts as a dead process's.
     """
+    objects = Objects(url)
+    if CLAIM_NAME not in objects.list_infos():
+        return None
     try:
-        present = Objects(url).read_claim()
+        present = objects.read_claim()
     except CorruptError as error:  # no reason to fail for other directories
         _log.warning("the remains of a killed save or removal are not removed: %s", error)
         return None
