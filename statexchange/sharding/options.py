@@ -74,9 +74,9 @@ def _name_patterns(option: str, value: object) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, Iterable):
         # Once and for all: an iterator of patterns is used up by its first reader.
-        value = tuple(value)
-        if all(isinstance(pattern, str) for pattern in value):
-            return value
+        patterns = tuple(value)
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return patterns
     raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
 
 

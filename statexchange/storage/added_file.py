@@ -33,6 +33,7 @@ class AddedFile:
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
         self._objects: Objects | None = None
+        # Now, as reading the whole directory for what the file will say may take hours.
         if isinstance(store, LocalStore):
             with store.descriptor() as fd:
                 check_writable(fd, store.path)
@@ -56,6 +57,7 @@ class AddedFile:
         if not self._store.is_current():
             raise ReplacedError("replaced while it was read", path=self._store.path)
         path = self._store.path_of(self._name)
+        # By the descriptor of the directory that was read: one that gets its name from now on does not get the file.
         with self._store.descriptor() as fd:
             remove_abandoned(fd)
             write_new(fd, self._name, data, path=path, mode=_MODE, overwrite=overwrite)

@@ -111,6 +111,7 @@ class ReadAhead:
             self._windows = [*others[1 - _NUM_WINDOWS :], window]
 
 
+# By the names that file systems of fsspec give them: s3fs, HTTP, gcsfs, adlfs and others.
 _TAGS = ("ETag", "etag", "md5Hash", "generation")
 _NO_BUCKET = "no such bucket"
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
@@ -180,6 +181,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
+    # As in "zip://model.safetensors::/data/model.zip", whose inner file fsspec opens by itself.
     for inner in url.split("::")[1:]:
         _check_regular(inner.removeprefix("file://"), url)
     with storage_errors("open", url):  # in a chain of URLs, fsspec may open the inner ones here

@@ -72,6 +72,7 @@ class _HostCopy:
         """Whether the save is gone, or another one has its path."""
         if is_remote(self.save_path):
             return False
+        # Not by its path alone: another save of the same step may have replaced it.
         try:
             with open_path(self.save_path) as opened:
                 return read_manifest(opened.store).save != self.save
@@ -209,6 +210,7 @@ def _check_room(nbytes: int) -> None:
     try:
         _check_free(nbytes)
     except StorageError:
+        # Not before: a job that is restarted here may still want them.
         for copy in _copies():
             if copy.owner.is_dead:
                 with contextlib.suppress(StateExchangeError):
@@ -221,6 +223,7 @@ def _check_free(nbytes: int) -> None:
     base = _base()
     with files.private_directory(base) as base_fd:
         files.check_room(base_fd, nbytes, base)
+    # tmpfs counts for the cgroup of the process that writes it, whatever room the file system has.
     room, where = memory_left()
     if nbytes > room:
         raise StorageError(f"{nbytes} bytes are needed, and {room} are left {where}", path=base)

@@ -319,6 +319,7 @@ def is_readable(text: str, num_files: int, num_ranks: int) -> bool:
     """Whether an index is small enough for readers, which parse it twice: within the manifest, and then by itself."""
     if len(text) > _MAX_TEXT:
         return False
+    # By a budget such as theirs, so that a save never has an index that its own load refuses.
     budget = Budget("", len(text))
     try:
         check_parsed_size(json.dumps(text), "", budget)
@@ -343,8 +344,10 @@ def _shown(dtype: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
 
 def _listed(raw: object, length: int | None = None) -> list[object]:
     """Return a list, of so many items if a length is given; raise ValueError for anything else."""
-    if type(raw) is not list or length not in (None, len(raw)):
-        raise ValueError(f"not a list{'' if length is None else f' of {length}'}: {excerpt(raw)}")
+    if type(raw) is not list:
+        raise ValueError(f"not a list: {excerpt(raw)}")
+    if length not in (None, len(raw)):
+        raise ValueError(f"not a list of {length}: {excerpt(raw)}")
     return raw
 
 

@@ -38,6 +38,7 @@ from statexchange.storage.location import (
     read_with_retry,
     resolve_path,
 )
+from statexchange.storage.numbered_names import NumberedNames
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 
@@ -71,8 +72,11 @@ __all__ = [
 _log = logging.getLogger(__name__)
 MAX_STEP = 10**18 - 1
 _MAX_SHOWN = 8  # steps in a message
-_PREFIX = "step-"
-_STEP = re.compile(r"step-([0-9]{9,18})")
+_STEPS = NumberedNames("step-", 9, 18)
+step_name = _STEPS.name
+"""Return the name of a step's directory."""
+step_of = _STEPS.number
+"""Return the step of a directory's name; None for any other name."""
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
 
 
@@ -165,20 +169,9 @@ def newest_step(saves: Mapping[int, SaveManifest | StateExchangeError]) -> int |
     return max(current or saves, default=None)
 
 
-def step_name(step: int) -> str:
-    """Return the name of a step's directory."""
-    return f"step-{step:09d}"
-
-
 def saves_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path or URL of a directory of saves that a caller gave."""
     return directory_of(resolve_path(path, "a directory of saves"))
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a directory's name; None for any other name."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
 def steps_text(steps: Iterable[int]) -> str:
@@ -254,12 +247,7 @@ def _names_below(store: Store, step: int) -> Collection[str] | StorageError:
 
 def named_steps(store: Store) -> list[int]:
     """Return the steps that have a directory, whole or not, oldest first. Not collective."""
-    steps = []
-    for name in store.directories:
-        step = step_of(name)
-        if step is not None:
-            steps.append(step)
-    return sorted(steps)
+    return _STEPS.numbers(store.directories)
 
 
 def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveManifest | StateExchangeError]:
@@ -380,4 +368,4 @@ def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = F
         with contextlib.suppress(NotFoundError), files.directory(path) as dir_fd:
             remove_abandoned(dir_fd)
     whole = set(map(step_name, without))
-    return publish.clear_all(path, _PREFIX, MANIFEST, whole, is_own=is_stray, waits=waits)
+    return publish.clear_all(path, _STEPS.prefix, MANIFEST, whole, is_own=is_stray, waits=waits)

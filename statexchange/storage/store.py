@@ -488,7 +488,8 @@ def local_path(url: str) -> str:
                 "shm:// must be followed by a name of letters, digits, '.', '_' and '-' that begins with a letter, "
                 f"digit or '_', not {rest!r}"
             )
-        return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
+        # Of this user, as /dev/shm is open to all; it is 0700, and its owner is checked when it is used.
+        return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108
     if scheme == "file":
         raise InvalidArgumentError(f"{url!r} names a host: write file:///absolute/path, or the path alone")
     raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
@@ -735,7 +736,7 @@ class LocalStore(Store):
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
-                    # Nearly all entries are files, of which the kernel says so with their names.
+                    # Nearly all entries are files, of which the kernel says so with their names: no call for each.
                     kinds[entry.name] = "file" if entry.is_file(follow_symlinks=False) else _kind_of(entry)
         except OSError as error:
             if isinstance(error, StateExchangeError):
@@ -779,6 +780,7 @@ class LocalStore(Store):
         except (NotFoundError, ReplacedError):
             return False
         except StorageError:
+            # Without permission, say: what was read is pinned in any case.
             return True
 
     def identity_of(self, name: str) -> Identity | None:
@@ -849,6 +851,7 @@ def open_local(path: str) -> tuple[LocalStore, str | None]:
         try:
             return _open_path(path)
         except _BeingReplacedError:
+            # The second rename follows at once, unless the publisher was killed; then the new directory is listed.
             time.sleep(_LOOKUP_INTERVAL_S)
         except NotFoundError:
             # A listing that spans both renames of a replacement can lack all their names, so list once more.

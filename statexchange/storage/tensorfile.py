@@ -82,7 +82,7 @@ __all__ = [
     "removable_files",
 ]
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 _MAX_NAME_BYTES = 512
 METADATA_KEY = "__metadata__"
 WORKSPACE_KEY = "statexchange"

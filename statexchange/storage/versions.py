@@ -47,6 +47,7 @@ from statexchange.errors import (
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.location import directory_of, open_path, parse_json, resolve_path
+from statexchange.storage.numbered_names import NumberedNames
 from statexchange.storage.records import Records, names_in, records_at
 from statexchange.storage.store import Budget
 
@@ -87,22 +88,15 @@ _RENEW_S = 60.0
 _RUNS, _LEASES, _LATEST = "runs", ".leases", "latest"
 _RUN = re.compile(r"([0-9]{6,12})-([0-9a-f]{16})")
 VERSION_PREFIX = "weight_v"
-_VERSION = re.compile(r"weight_v([0-9]{6,12})")
+_VERSIONS = NumberedNames(VERSION_PREFIX, 6, 12)
+version_name = _VERSIONS.name
+"""Return the name of a version's directory."""
+version_number = _VERSIONS.number
+"""Return the number of a version's directory; None for any other name."""
+_MARKS = NumberedNames("retired-", 6, 12)
 _LEASE = re.compile(r"[0-9a-f]{16}\.json")
-_RETIRED = re.compile(r"retired-([0-9]{6,12})")
 _ANY_VERSION = 10**12
 _log = logging.getLogger(__name__)
-
-
-def version_name(number: int) -> str:
-    """Return the name of a version's directory."""
-    return f"weight_v{number:06d}"
-
-
-def version_number(name: str) -> int | None:
-    """Return the number of a version's directory; None for any other name."""
-    match = _VERSION.fullmatch(name)
-    return int(match[1]) if match is not None and version_name(int(match[1])) == name else None
 
 
 def version_path(path: str, run: str, number: int) -> str:
@@ -172,19 +166,11 @@ def check_is_current(path: str, run: str) -> None:
 
 def list_versions(path: str, run: str) -> list[int]:
     """Return the numbers of the versions of a run that are not retired, oldest first. Not collective."""
-    numbers = _numbers(names_in(f"{path}/{run}"))
-    retired = retired_versions(f"{path}/{run}") if numbers else {}
-    return [number for number in numbers if number not in retired]
-
-
-def _numbers(names: Iterable[str]) -> list[int]:
-    """Return the numbers of the versions among the names in a run."""
-    numbers = []
-    for name in names:
-        number = version_number(name)
-        if number is not None:
-            numbers.append(number)
-    return sorted(numbers)
+    numbers = _VERSIONS.numbers(names_in(f"{path}/{run}"))
+    if numbers:
+        retired = set(retired_versions(f"{path}/{run}"))
+        numbers = [number for number in numbers if number not in retired]
+    return numbers
 
 
 def all_versions(path: str) -> dict[str, list[int]]:
@@ -197,8 +183,8 @@ def all_versions(path: str) -> dict[str, list[int]]:
     of_runs = {}
     if _RUNS in names:
         for run in list_runs(path):
-            of_runs[run] = _numbers(names_in(f"{path}/{run}"))
-    numbers = _numbers(names)
+            of_runs[run] = _VERSIONS.numbers(names_in(f"{path}/{run}"))
+    numbers = _VERSIONS.numbers(names)
     if not of_runs and numbers:
         of_runs[""] = numbers
     return of_runs
@@ -217,19 +203,9 @@ def set_latest(path: str, run: str, number: int) -> None:
 # Leases and removal
 
 
-def retired_versions(folder: str) -> dict[int, str]:
-    """Return the names of the marks of the retired versions of a run, by number. Not collective."""
-    return _marks(names_in(f"{folder}/{_LEASES}"))
-
-
-def _marks(names: Iterable[str]) -> dict[int, str]:
-    """Return the names of marks among those of leases and marks, by the numbers of the versions."""
-    marks = {}
-    for name in names:
-        match = _RETIRED.fullmatch(name)
-        if match is not None:
-            marks[int(match[1])] = name
-    return marks
+def retired_versions(folder: str) -> list[int]:
+    """Return the numbers of the versions of a run that have a mark as retired. Not collective."""
+    return _MARKS.numbers(names_in(f"{folder}/{_LEASES}"))
 
 
 class Lease:
@@ -331,7 +307,7 @@ def retire(path: str, run: str, numbers: Iterable[int]) -> None:
     folder = f"{path}/{run}/{_LEASES}"
     for number in numbers:
         with contextlib.suppress(TargetExistsError):
-            records_at(folder).create(f"retired-{number:06d}")
+            records_at(folder).create(_MARKS.name(number))
 
 
 def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> None:
@@ -348,14 +324,14 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         names = names_in(folder)  # once: who writes a lease after this finds the marks that count
         if not names:
             continue
-        records, retired = records_at(folder), _marks(names)
+        records, retired = records_at(folder), _MARKS.numbers(names)
         now = server_time(path)
         leased = _leased(records, names, now)
         last_read = max(leased & {*retired, _ANY_VERSION}, default=-1)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
-            mark = retired[number]
+            mark = _MARKS.name(number)
             if number <= last_read or records.age(mark, now) < grace_s:
                 continue
             version = version_path(path, run, number)

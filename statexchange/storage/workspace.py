@@ -42,6 +42,7 @@ from statexchange.storage.location import (
     resolve_path,
     seal,
 )
+from statexchange.storage.numbered_names import NumberedNames
 from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData
@@ -61,7 +62,7 @@ _MANIFEST = "manifest.json"  # of a round that was committed
 _ATTEMPTS = 20  # to write into a directory that other ranks keep removing while it is empty
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_ROUND = re.compile(r"[0-9]{6,18}")
+_ROUNDS = NumberedNames("", 6, 18)
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
 
 
@@ -77,7 +78,7 @@ def is_run_name(name: str) -> bool:
 
 def is_round_name(name: str) -> bool:
     """Whether this is the name of a round's directory: "000012", and neither "12" nor "0000012"."""
-    return _ROUND.fullmatch(name) is not None and f"{int(name):06d}" == name
+    return _ROUNDS.number(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class RankName:
     @property
     def relative(self) -> str:
         """Path below the root."""
-        return os.path.join(self.run, f"{self.round:06d}", self.file)
+        return os.path.join(self.run, _ROUNDS.name(self.round), self.file)
 
     @classmethod
     def new(cls, run: str, round: int, rank: int, world_size: int) -> RankName:  # noqa: A002
@@ -146,7 +147,7 @@ class WorkspaceView:
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first; raise NotFoundError without such a run."""
-        return sorted(int(name) for name in self._run(run).directories if is_round_name(name))
+        return _ROUNDS.numbers(self._run(run).directories)
 
     def _run(self, run: str) -> Store:
         if run not in self._runs:
@@ -162,7 +163,7 @@ class WorkspaceView:
 
     def _round(self, run: str, number: int) -> Store:
         if (run, number) not in self._rounds:
-            store = self._rounds[run, number] = self._below(self._run(run), f"{number:06d}")
+            store = self._rounds[run, number] = self._below(self._run(run), _ROUNDS.name(number))
             # A directory that was removed has an empty listing, and another rank may have made it again since.
             self.has_changed |= not store.listing and not store.is_current()
         return self._rounds[run, number]
@@ -170,7 +171,7 @@ class WorkspaceView:
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Return the names of a round's complete files, in rank order; raise NotFoundError without such a round."""
         file_names = filter(is_rank_file, self._round(run, round).files)
-        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
+        names = [RankName.parse(os.path.join(run, _ROUNDS.name(round), name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
@@ -214,6 +215,7 @@ class WorkspaceView:
 
     def was_removed(self, absent: Sequence[RankName]) -> bool:
         """Whether one of these files, which could not be opened, is not listed any more, or its round is gone."""
+        # By a new listing, as this view's may be older than the removal.
         first = absent[0]
         try:
             with open_path(self.path) as opened:
@@ -325,13 +327,14 @@ class Workspace:
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
+        # The last attempt, whose error counts.
         write()
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
         """Open root, run and round, each relative to the one before, so that no link is followed."""
         run_path = os.path.join(self.path, run)
-        path = os.path.join(run_path, f"{number:06d}")
+        path = os.path.join(run_path, _ROUNDS.name(number))
         if self._in_memory:
             self._check_base()
         with contextlib.ExitStack() as opened:
@@ -342,8 +345,8 @@ class Workspace:
             # The root may be open to others, as /tmp is, but not what this makes in it.
             files.check_private(run_fd, run_path)
             if make:
-                files.make_directory(f"{number:06d}", run_fd, path)
-            round_fd = opened.enter_context(files.directory(f"{number:06d}", run_fd, path))
+                files.make_directory(_ROUNDS.name(number), run_fd, path)
+            round_fd = opened.enter_context(files.directory(_ROUNDS.name(number), run_fd, path))
             yield root_fd, run_fd, round_fd
 
     @contextlib.contextmanager
@@ -420,7 +423,7 @@ class Workspace:
 
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
         """Remove files, then directories left empty. Those of a committed round stay."""
-        path = os.path.join(self.path, run, f"{number:06d}")
+        path = os.path.join(self.path, run, _ROUNDS.name(number))
         try:
             with self._round_directories(run, number) as dir_fds:
                 if files.stat_of(_MANIFEST, dir_fds[-1], path) is not None:
@@ -429,6 +432,7 @@ class Workspace:
                     files.remove_file(name, os.path.join(path, name), dir_fds[-1])
         except _REMOVED:
             return
+        # The rank that removes its file last finds them empty.
         self._remove_empty(run, number)
 
     def _remove_empty(self, run: str, number: int) -> None:
@@ -436,9 +440,10 @@ class Workspace:
         run_path = os.path.join(self.path, run)
         with contextlib.suppress(NotFoundError, StorageError, UnsafeError), files.directory(self.path) as root_fd:
             with files.directory(run, root_fd, run_path) as run_fd:
-                name = f"{number:06d}"
+                name = _ROUNDS.name(number)
                 files.remove_directory(name, run_fd, os.path.join(run_path, name))
             empty = files.remove_directory(run, root_fd, run_path)
+            # On tmpfs what stays takes memory until the host is booted; on a disk the root is the caller's directory.
             if empty and self._in_memory:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)

@@ -70,7 +70,8 @@ class Claim:
             "since": self.since,
             "plan": self.plan,
             "names": sorted(self.names),
-            "versions": {},  # nobody reads them, but statexchange up to 0.2 refuses a claim without
+            # Nobody reads them, but statexchange up to 0.2 refuses a claim without.
+            "versions": {},
             "renewal": self.renewal,
         }
         return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
@@ -86,8 +87,10 @@ class Claim:
             texts = [raw["nonce"], raw["since"], raw["plan"], *names]
             if not all(isinstance(text, str) for text in texts) or not isinstance(names, list):
                 raise ValueError("a name is not text")
-            if any(part in ("", ".", "..") for name in names for part in name.split("/")):
-                raise ValueError("the name of an object leads out of the directory")
+            # The next publisher removes these objects, whoever has written the claim.
+            for name in names:
+                if not {"", ".", ".."}.isdisjoint(name.split("/")):
+                    raise ValueError("the name of an object leads out of the directory")
             owner = Owner.from_json(raw["owner"])
             return cls(raw["nonce"], owner, raw["since"], raw["plan"], frozenset(names), raw["renewal"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -39,6 +39,7 @@ def unfinished_builds(path: str) -> list[UnfinishedBuild]:
         return []
     for leftover in leftovers:
         paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
+        # A publisher that has not committed has its partial directory.
         is_removal = bool(paths) and "partial" not in leftover.directories
         nbytes = sum(map(_size_of_files, paths))
         builds.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
@@ -59,6 +60,7 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     try:
         files.mount_of(nearest).check_takes_files(nearest)
         leftovers: list[Leftover] = []
+        # Else neither a target nor hidden names can be there.
         if nearest == parent:
             leftovers = find_leftovers(name, dir_fd, parent)
             refuse_others(leftovers, path)
@@ -66,7 +68,8 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
                 raise target_exists(path)
             check_target(path, dir_fd, check)
         files.check_writable(dir_fd, nearest)
-        if not leftovers:  # a build would remove or reuse them: how much room there is then is not known
+        # A build would remove or reuse leftovers: how much room there is then is not known.
+        if not leftovers:
             files.check_room(dir_fd, nbytes, path)
     finally:
         os.close(dir_fd)
