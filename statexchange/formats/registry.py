@@ -331,7 +331,7 @@ def read_opened(
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
     # First the notes: the error for a section that is not there says where the others lie.
     source = replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
-    return source if name == _DIRECTORIES else select_section(source, section)
+    return source if section == ALL or name == _DIRECTORIES else select_section(source, section)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:

@@ -250,5 +250,5 @@ def test_one_file_of_a_save_is_not_merged_without_what_lies_in_others(tmp_path: 
     run_ranks(save_equal_and_own, 2, args=(str(tmp_path / "saved"),))
     file = tmp_path / "saved/rank-00001-of-00002.safetensors"
     for exclude in ([], ["equal.a"], ["equal.[bc]"]):
-        with pytest.raises(sx.errors.IncompleteError, match="other files have 3 tensors of this rank, such as"):
+        with pytest.raises(sx.errors.IncompleteError, match="of this rank"):
             sx.merge_checkpoint(file, tmp_path / "out", exclude=exclude)
