@@ -143,6 +143,7 @@ class Resize(_Each):
             raise InvalidArgumentError(f"{text} has {old}", name=tensor.name)
         if size < old:
             return tensor.resized(dim, size, sliced(tensor.patches, dim, 0, size))
+        # Zeros are a tensor of their own, without an input.
         zeros = identity((*tensor.shape[:dim], size - old, *tensor.shape[dim + 1 :]), source=None)
         return tensor.resized(dim, size, concatenated([(tensor.patches, old), (zeros, size - old)], dim))
 
@@ -315,6 +316,7 @@ def parse_operation(raw: object) -> Operation:
     if name not in _OPERATIONS or not isinstance(options, Mapping):
         raise InvalidArgumentError(f"convert: {excerpt(raw)} is no operation; there are {', '.join(_OPERATIONS)}")
     operation, accepted = _OPERATIONS[name]
+    # An option that is misspelt would be its default: what no check has taken is an error.
     left = dict(options)
     arguments = []
     for key, check, default in accepted:

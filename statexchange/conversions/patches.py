@@ -50,6 +50,8 @@ class Dim:
 class Patch:
     """A box of an output and the elements of an input that fill it.
 
+    Indices are relative to `begin`, so that all layers of a stacked tensor share the list of a permutation.
+
     Attributes:
         source: number of the input; None if the box is filled with zeros.
         box: the box in the output.
@@ -181,7 +183,7 @@ def _runs_within(indices: Indices | NDArray[np.int64], low: int, high: int) -> l
         first = max(0, -((indices.start - low) // indices.step))  # ceil((low - start) / step)
         count = min(len(indices), -((indices.start - high) // indices.step)) - first
         return [(first, count)] if count > 0 else []
-    import numpy as np
+    import numpy as np  # most conversions only rename, and their commands start faster without it
 
     values = np.asarray(indices)
     inside = (values >= low) & (values < high)

@@ -179,7 +179,8 @@ class _Planner:
         self._zeros: list[Fill] = []
         self._single: set[str] = set()
         self._unstacked_left = _LEAST_UNSTACKED + sum(math.prod(info.shape) for info in tensors.values())
-        self._applied: dict[tuple[int, tuple[tuple[int, ...], ...]], list[Planned]] = {}  # by rule and shapes
+        # By the id of a rule, which the conversion keeps alive, and the shapes of its inputs.
+        self._applied: dict[tuple[int, tuple[tuple[int, ...], ...]], list[Planned]] = {}
 
     def plan(self) -> ConversionPlan:
         """Return the plan."""
@@ -332,6 +333,7 @@ class _Planner:
             if not rule.restored_from:
                 continue
             new, same = rule.targets[0].text, rule.restored_from
+            # A model whose embeddings are not tied has it, and a part of a model may lack both.
             if new in self._outputs or same not in self._outputs:
                 continue
             self._outputs[new] = self._outputs[same]

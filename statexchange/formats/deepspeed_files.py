@@ -105,7 +105,10 @@ class Step:
 
     @contextmanager
     def collecting(self, affected: Mapping[str, tuple[int, ...] | None]) -> Iterator[None]:
-        """Turn an error into a problem that affects the tensors of these names."""
+        """Turn an error into a problem that affects the tensors of these names, each with its shape if it is known.
+
+        A name that ends in ``*`` stands for all that begin so.
+        """
         try:
             yield
         except StateExchangeError as error:
@@ -138,6 +141,7 @@ class Step:
         of_rank = f"zero_pp_rank_{rank}_"
         if kind == "model":
             return f"{of_rank if self.per_rank else ''}mp_rank_{stage:02d}_model_states.pt"
+        # "bf16_", "fp16_" or nothing, as in the names of the other ranks' files.
         prefix = next(iter(present.values()), "").partition("zero_pp_rank_")[0]
         return f"{prefix}{of_rank}mp_rank_{stage:02d}_optim_states.pt"
 
@@ -211,6 +215,7 @@ class DeepSpeedFile(TorchFile):
         """Return a flat buffer: a tensor of one dim, in one run of bytes; None for anything else."""
         if not is_tensor(value):
             return None
+        # A sharded tensor would have boxes of its own, and an expanded one repeat its elements.
         tensor = self._tensor("", value)
         is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
         is_flat = is_run and len(tensor.shard.global_shape) == 1

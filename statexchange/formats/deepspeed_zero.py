@@ -132,7 +132,7 @@ class _FlatFile:
     def check(self, zero_stage: int, num_ranks: int) -> None:
         """Raise CorruptError unless this file is of a save in this stage by `num_ranks` ranks."""
         with self.file.parsing():
-            counts = self._state["partition_count"]
+            counts = self._state["partition_count"]  # of each group, or of all
             numbers = [("ZeRO stage", zero_stage, self.zero_stage)]
             for count in counts if type(counts) is list else [counts]:
                 numbers.append(("number of partitions", num_ranks, number_of(count)))
@@ -174,6 +174,7 @@ class _FlatFile:
                 raise CorruptError(text, expected=expected, found=sum(sizes))
             group = at = 0  # the buffer that is reached, and the position in it
             for name, (begin, end, size) in parts.items():
+                # A buffer may be empty. There is a next one, since all together are as large as the parts.
                 while size and at == sizes[group]:
                     group, at = group + 1, 0
                 if size and at + size > sizes[group]:

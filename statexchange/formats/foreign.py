@@ -27,6 +27,7 @@ class _Format(NamedTuple):
     tool: str
 
 
+# The sentences follow "this is ..., which is not read here: ".
 _FILES = (
     _Format(
         (".gguf",), "GGUF, the format of llama.cpp",

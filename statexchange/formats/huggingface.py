@@ -80,7 +80,8 @@ def matches(opened: OpenedPath) -> bool:
     if opened.file is not None:
         return not is_rank_file(opened.file) and (opened.file.endswith((_SUFFIX, _INDEX_SUFFIX)) or _has_header(opened))
     listing = opened.store.listing
-    if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
+    # A torch DCP may have its parts in safetensors files, as the round of a workspace has.
+    if ".metadata" in listing or any(map(is_rank_file, listing)):
         return False
     return MANIFEST in listing or CLAIM_NAME in listing or has_safetensors_model(opened.store)
 
@@ -103,6 +104,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     read_one = partial(read_file, opened, published=published, placed=placed)
     source = read_listed("huggingface", opened, enumerate(names), read_one, weight_map, published)
     problems += source.problems
+    # A tensor that a manifest does not list is an error, since publishing writes no other.
     if weight_map and manifest is None:
         source = only_indexed(source, weight_map)
     shard_files = source.files
@@ -151,6 +153,7 @@ def _files_to_read(
     except StateExchangeError as error:
         problems.append(error)
     names = sorted(set(weight_map.values())) or list(files.names)
+    # Without an index only the numbers in names show that a file is missing.
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store)
         if not names and manifest is None and not problems:
@@ -218,6 +221,7 @@ def published_tensor(
         return SourceTensor(replace(shard, boxes=()), ())
     if boxes.keys() == {*shard.boxes}:
         return SourceTensor(shard, (stored._replace(digest=boxes[shard.boxes[0]]),))
+    # Bytes between the boxes would be proven by no digest.
     try:
         prove_cover(shard.name, shard.global_shape, {box: ["the manifest"] for box in boxes if box.numel})
     except (CorruptError, IncompleteError) as error:
@@ -265,6 +269,7 @@ def _whole(shard_files: Sequence[ShardFile]) -> list[ShardFile]:
 
 def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateExchangeError]:
     """Return an IncompleteError for a directory with a publisher's claim and without a manifest."""
+    # On an object store files appear one by one under their names, and the manifest last.
     claim = claim_of(store) if manifest is None else None
     if claim is None:
         return []

@@ -24,7 +24,8 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,12}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
-_STEP_OF_VERL = re.compile(r"global_step_[0-9]+")  # beside a file of the same name as the tracker
+# verl keeps its own steps beside a file of the tracker's name.
+_STEP_OF_VERL = re.compile(r"global_step_[0-9]+")
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -45,6 +46,7 @@ def read(opened: OpenedPath) -> Source:
         text = f"this is one rank's part of the model: give the directory of the iteration, with mp_rank_*, {above}"
         raise InvalidArgumentError(text, path=opened.path)
     store, name = opened.store, None
+    # The path of an iteration means this one, whatever its run's tracker names.
     if not _is_iteration(store):
         name = newest_step(store, _TRACKER, _directory_of, lambda: _iterations(opened.store))
         store = store.below(name)

@@ -29,6 +29,7 @@ def matches(opened: OpenedPath) -> bool:
     names = _names(opened)
     if not names or any(map(is_rank_file, names)):
         return False
+    # torch's writer gives all of its files this entry: one of them shows it.
     return TORCH_SHARDING_KEY not in read_header(opened.store.open(names[0])).metadata
 
 
@@ -52,6 +53,7 @@ def read(opened: OpenedPath) -> Source:
     for problem in check_numbers(names, opened.store):
         if problem.rank != 0:  # ranks may be counted from 1
             raise problem
+    # Also numbers without a word such as "rank" before them, as in model-0.safetensors.
     absent = missing_number(names)
     if absent is not None:
         raise IncompleteError(f"files are numbered, but number {absent} is missing", path=opened.path)
@@ -105,6 +107,7 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     shard_files = []
     for shard_file in source.files:
         renamed = tensors[shard_file.rank]
+        # A rule may have cut a tied tensor into others.
         aliases = {}
         for alias, name in shard_file.aliases.items():
             if alias in renamed and name in renamed:

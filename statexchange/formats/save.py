@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError, excerpt
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import ShardFile, Source, parsing
 from statexchange.storage.location import OpenedPath, parse_stored
@@ -155,8 +155,10 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
                 waiting += value
         absent = names - file.tensors.keys() - file.aliases.keys()
         if absent:
-            text = f"other files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
-            yield IncompleteError(text, rank=file.rank, name=min(absent), path=file.path)
+            # It names no tensor: an error with a name is left out where patterns leave out this one tensor.
+            count = format_number(len(absent), "tensor")
+            text = f"other files have {count} of this rank, such as {excerpt(min(absent))}: give the directory"
+            yield IncompleteError(text, rank=file.rank, path=file.path)
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:

@@ -134,7 +134,7 @@ def _by_keys(tensors: set[str], values: set[str], root: str = "") -> tuple[Secti
         prefix = f"{root}{first_keys[section]}."
         # The names of a model may begin with one key themselves.
         is_model_part = section == "model" and first_keys[section] not in _MODEL_KEYS
-        if is_model_part or not all(name.startswith(prefix) for name in names):
+        if is_model_part or {name[: len(prefix)] for name in names} != {prefix}:
             prefix = root
         sections.append(Section(section, prefix, frozenset(names)))
     return tuple(sections)
@@ -251,10 +251,13 @@ def sections_from(
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> list[StateExchangeError]:
     """Return the problems of a source that may affect the tensors whose names `wants` accepts."""
-    # Unsupported tensors lie in files without a problem, or have nothing to do with it.
-    broken = [tensor for tensor in source.unreadable if tensor.unsupported is None]
-    paths = {tensor.path for tensor in broken}
-    affected = {tensor.path for tensor in broken if wants(tensor.name)}
+    paths, affected = set(), set()
+    for tensor in source.unreadable:
+        # Unsupported tensors lie in files without a problem, or have nothing to do with it.
+        if tensor.unsupported is None:
+            paths.add(tensor.path)
+            if wants(tensor.name):
+                affected.add(tensor.path)
     problems = []
     for problem in source.problems:
         # A problem of a file affects the tensors in it, unless it is so broken that their names are not known.

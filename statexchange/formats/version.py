@@ -209,6 +209,7 @@ class _Delta:
 
 def _delta_of(store: Store) -> _Delta | None:
     """Return the delta in a directory; None if it is a full version."""
+    # Our manifest decides alone. Without one the index of another program does, if the version is whole.
     if MANIFEST in store.files:
         file = store.open(MANIFEST)
         record: Any = read_json(file)
@@ -273,7 +274,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
         raise UnsupportedError(f"{text}: publish in xor, zstd and {' or '.join(_CHECKSUMS)}", path=path)
     number, base = int(metadata["version"]), int(metadata["base_version"])
-    # The base is found by its directory's name, so the names must be right.
+    # Nothing but its name tells the base: under another name a delta would be applied to the wrong one.
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
     files = _opened_files(store, weight_map)
@@ -294,6 +295,7 @@ def _opened_files(store: Store, weight_map: Mapping[str, str]) -> list[tuple[Sto
     for name in sorted(tensors):
         file = open_listed(store, name, "a file of this version is missing, or not yet visible on this host")
         header = read_header(file)
+        # A file of another attempt may have the same name.
         differing = sorted(header.entries.keys() ^ tensors[name])
         if differing:
             raise IncompleteError("the file and the list of its tensors disagree", name=differing[0], path=file.path)

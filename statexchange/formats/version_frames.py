@@ -91,7 +91,8 @@ class Frames:
             target[at - offset :][: len(data)] ^= data
             at += len(data)
         if at < self._ends[number]:
-            self._begun = {number: (at, stream)}  # of one stretch alone: a source has many tensors
+            # Of one stretch alone: a source has many tensors, and each stream has a window of zstd in memory.
+            self._begun = {number: (at, stream)}
         elif stream.read(1):
             raise self.broken(f"it has more than {self.nbytes} bytes")
 
@@ -138,7 +139,8 @@ class PatchedFile(StoredFile):
         self.is_remote = base.file.is_remote
         self.base = base
         self.changes: tuple[Frames, ...] = (change,)
-        if isinstance(base.file, PatchedFile):  # a chain is applied in a loop, however long it is
+        # A chain of versions is applied in a loop, so that it may be longer than Python recurses.
+        if isinstance(base.file, PatchedFile):
             self.base = base.file.base
             self.changes = (*base.file.changes, change)
         self._checksum = checksum
@@ -146,6 +148,8 @@ class PatchedFile(StoredFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Read bytes of the base, and apply the change."""
+        # Looked at without the lock, and again with it: threads that come while one compares wait for the outcome, and
+        # later reads need no lock.
         if self._checksum:
             with self._lock:
                 if self._checksum:

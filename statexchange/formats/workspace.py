@@ -88,6 +88,7 @@ def read(opened: OpenedPath) -> Source:
         IncompleteError: ranks are missing; the message lists them.
         ReplacedError: the round was removed meanwhile, so that another one is the newest.
     """
+    # A run or a round is read by way of the workspace's root, which is opened again for it: then this path is closed.
     root, run, number = position(opened)
     try:
         view = WorkspaceView(root.store)
@@ -189,6 +190,7 @@ def _choose(view: WorkspaceView, run: str | None, number: int | None) -> Sequenc
             raise ReplacedError("its rounds were removed while they were opened", path=view.path)
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
+    # The newest one may be half written: others of its ranks have not come there yet.
     whole = [names for names in rounds if not _missing_ranks(view, names)]
     return (whole or rounds)[-1]
 

@@ -239,3 +239,16 @@ def test_each_load_during_saves_is_of_one_save(seconds: float, tmp_path: Path) -
         assert seen == sorted(seen)
     assert verify(tmp_path / "saved").findings == ()
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def save_equal_and_own(path: str) -> None:
+    equal = {name: torch.ones(4) for name in ("a", "b", "c")}
+    sx.save_checkpoint({"equal": equal, "own": {"x": torch.full((2,), float(sx.get_rank()))}}, path)
+
+
+def test_one_file_of_a_save_is_not_merged_without_what_lies_in_others(tmp_path: Path) -> None:
+    run_ranks(save_equal_and_own, 2, args=(str(tmp_path / "saved"),))
+    file = tmp_path / "saved/rank-00001-of-00002.safetensors"
+    for exclude in ([], ["equal.a"], ["equal.[bc]"]):
+        with pytest.raises(sx.errors.IncompleteError, match="of this rank"):
+            sx.merge_checkpoint(file, tmp_path / "out", exclude=exclude)
