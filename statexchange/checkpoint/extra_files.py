@@ -116,7 +116,9 @@ def read_caller_files(files_from: FilesFrom) -> CallerFiles:
         return CallerFiles({})
     if isinstance(files_from, Mapping):
         return CallerFiles(_checked_files(files_from))
-    paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
+    paths = files_from
+    if isinstance(files_from, str | os.PathLike):
+        paths = [files_from]
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
         raise InvalidArgumentError(
             f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(files_from)}"
@@ -126,8 +128,9 @@ def read_caller_files(files_from: FilesFrom) -> CallerFiles:
     for path in paths:
         with open_path(resolve_path(path, "a path of files_from")) as opened:
             store = opened.store
-            files = {name: store.open(name) for name in opened.names}
-            if opened.file is None:
+            if opened.file is not None:
+                files = {opened.file: store.open(opened.file)}
+            else:
                 files, _ = _choose(store)
                 # Other files may be left out, but the config decides what is written.
                 if CONFIG in store.listing and CONFIG not in files:
@@ -249,7 +252,8 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
     files: dict[str, StoredFile] = {}
     for inner, kind in below.listing.items():
         if kind != "file":
-            files |= {f"{name}/{path}": file for path, file in _files_below(below, inner, depth - 1).items()}
+            for path, file in _files_below(below, inner, depth - 1).items():
+                files[f"{name}/{path}"] = file
         elif not inner.startswith("."):
             files[f"{name}/{inner}"] = below.open(inner)
     return files

@@ -349,8 +349,10 @@ def _plan(opened: Source, selected: Selection, request: _Request) -> _Output:
         plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions, sorts=request.is_copy)
     except (CorruptError, IncompleteError) as error:
         # The note of one of several files says where the others are.
-        notes = opened.notes if opened.opened.file is not None else ()
-        raise error.located(path=error.path or opened.path, advice="; ".join(notes)) from None
+        advice = ""
+        if opened.opened.file is not None:
+            advice = "; ".join(opened.notes)
+        raise error.located(path=error.path or opened.path, advice=advice) from None
     # A conversion gives other names: to which of them an alias would belong, nobody can tell.
     if opened.manifest is not None and selected.converted is None:
         plan = replace(plan, aliases={**_published_aliases(opened.manifest, plan, left_options), **plan.aliases})
@@ -383,7 +385,9 @@ def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportO
 
 def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:
     """Return the error for a source of which nothing would be written."""
-    what = "the source" if section in (None, "all") else f"the section {section!r}"
+    what = "the source"
+    if section not in (None, "all"):
+        what = f"the section {section!r}"
     text = f"there is nothing to merge: {what} has no tensor"
     if source.others:
         text += f", only {abbreviated_list(source.others)}, which a merge does not write: load it with load_checkpoint"

@@ -247,8 +247,8 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
             repeated.setdefault(rule.pattern, (list(groups.values()), []))[1].append(parts.name)
     notes = []
     for pattern, (equal_ranks, names) in repeated.items():
-        shown = ", ".join(str(ranks) for ranks in equal_ranks[:_MAX_RANKS])
-        finding = f"{abbreviated_names([repr(name) for name in names])}: ranks {shown} have equal parts"
+        shown = ", ".join(map(str, equal_ranks[:_MAX_RANKS]))
+        finding = f"{abbreviated_names(list(map(repr, names)))}: ranks {shown} have equal parts"
         advice = f'give the layout a "mesh" and its rule for {pattern!r} an "axis", or make it "replicate"'
         notes.append(f"{finding}; if these are copies, {advice}")
     return tuple(notes)
@@ -323,9 +323,11 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
 
 def _notes_on_scales(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
     """Yield a note if quantised weights are selected without their scales, zero points or the like."""
-    packed = {tensor.source for tensor in tensors if is_packed_weight(tensor.source, dtypes[tensor.source])}
     # Scales have the name of the weight ("fc.weight.absmax" of bitsandbytes) or of its module ("fc.weight_scale").
-    owners = packed | {name.rpartition(".")[0] for name in packed}
+    owners = set()
+    for tensor in tensors:
+        if is_packed_weight(tensor.source, dtypes[tensor.source]):
+            owners |= {tensor.source, tensor.source.rpartition(".")[0]}
     missing = {}
     for name, dtype in dtypes.items():
         if not options.wants(name) and _SCALES.search(name) and _SCALES.split(name)[0] in owners:

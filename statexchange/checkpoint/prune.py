@@ -231,7 +231,9 @@ def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
         return f"{what}, {build.owner} has ended"
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
-    whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
+    whose = "an unknown process"
+    if build.owner is not None:
+        whose = f"{build.owner}, which cannot be seen from here"
     if is_remote(root):
         url = f"{without_secrets(root)}/{step_name(step)}"
         if build.owner is None:

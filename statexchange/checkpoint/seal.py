@@ -37,6 +37,7 @@ from statexchange.storage.tensorfile import read_header
 if TYPE_CHECKING:
     from statexchange.formats.source import Source, SourceTensor
     from statexchange.sharding.shards import Shard
+    from statexchange.storage.store import StoredFile
 
 __all__ = ["SealReport", "seal_checkpoint"]
 
@@ -140,10 +141,10 @@ def _directory_of(path: str) -> str:
         if file is None:
             return directory_of(path)
         # The manifest is read as that of all tensors in the directory.
-        others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
-        if others:
-            text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"
-            raise InvalidArgumentError(text, path=source.opened.store.path_of(file))
+        for name in source.opened.store.files:
+            if name.endswith(".safetensors") and name != file:
+                text = f"its directory has other safetensors files, such as {name!r}: seal the directory"
+                raise InvalidArgumentError(text, path=source.opened.store.path_of(file))
     return os.path.dirname(path)
 
 
@@ -170,10 +171,12 @@ class _Sealing:
         for file, tensor in self.tensors.values():
             begin = tensor.byte_ranges[0].begin
             self._header_nbytes[file] = min(begin, self._header_nbytes.get(file, begin))
-        self._shard_files = source.files
-        names = [name for name in opened.store.files if name != MANIFEST and not is_temporary(name)]
-        self._files = {name: opened.store.open(name) for name in names}
-        self.names = tuple(names)
+        self._source = source
+        self._files: dict[str, StoredFile] = {}
+        for name in opened.store.files:
+            if name != MANIFEST and not is_temporary(name):
+                self._files[name] = opened.store.open(name)
+        self.names = tuple(self._files)
         self.total = sum(file.size for file in self._files.values())
 
     def manifest(self) -> bytes:
@@ -188,7 +191,8 @@ class _Sealing:
             nbytes = self._header_nbytes.get(name, opened_file.size)
             sealed.append(seal_file(opened_file, name, nbytes, self._count))
         # After the last read. An opened file that is replaced by a rename does not change: so names are looked at, too.
-        for opened_file in [*self._files.values(), *(shard_file.file for shard_file in self._shard_files)]:
+        self._source.check_unchanged()
+        for opened_file in self._files.values():
             opened_file.check_current()
         return sealed_manifest_text(tensors, sealed, self._aliases)
 
@@ -233,9 +237,12 @@ def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, 
         raise error.located(advice=advice) from error
     if manifest is None:
         return {}
-    # The files may have been changed since: only names that still have no tensor of their own are aliases.
-    aliases = manifest.get("aliases", {})
-    return {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
+    aliases = {}
+    for alias, name in manifest.get("aliases", {}).items():
+        # The files may have been changed since: only names that still have no tensor of their own are aliases.
+        if name in tensors and alias not in tensors:
+            aliases[alias] = name
+    return aliases
 
 
 def _check_unchanged(folder: str, opened: OpenedPath) -> None:

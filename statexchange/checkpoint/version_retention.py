@@ -28,7 +28,8 @@ def _obsolete_versions(
         del earlier_runs[-1:]  # a reader may still have a version of the run before
     obsolete = {earlier: versions.list_versions(path, earlier) for earlier in earlier_runs}
     # What is not in `bases` is unfinished, or was published since they were read.
-    obsolete[run] = [number for number in versions.list_versions(path, run) if number in bases and number not in kept]
+    candidates = set(bases).difference(kept)
+    obsolete[run] = [number for number in versions.list_versions(path, run) if number in candidates]
     return obsolete
 
 
@@ -51,7 +52,9 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
         versions.retire(path, of_run, numbers)
     # What killed publishers have left. A trainer may publish while `statexchange prune` is here: its build stays.
     for of_run in versions.list_runs(path):
-        whole = [versions.version_name(number) for number in kept if of_run == run]
+        whole: list[str] = []
+        if of_run == run:
+            whole += map(versions.version_name, kept)
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST, whole)
     # Not those that were retired just now: their grace, in which readers may still write leases, has begun.
     versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
@@ -126,4 +129,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         return rows
     remove_old_versions(path, run, bases, keep)
     left = versions.all_versions(path)
-    return [row if row.version in left.get(row.run, ()) else replace(row, action="removed") for row in rows]
+    for number, row in enumerate(rows):
+        if row.version not in left.get(row.run, ()):
+            rows[number] = replace(row, action="removed")
+    return rows

@@ -233,7 +233,7 @@ def gather_state(
         communicator.check_root(root)
         for local in describe(state).tensors.values():
             shard = local.shard
-            # A tensor for each box: what a rank holds of one is no run of it, and root gets views of each box.
+            # Several boxes of one tensor have no memory in common: each is sent as a tensor of its own.
             for index, (box, tensor) in enumerate(zip(shard.boxes, local.tensors, strict=True)):
                 name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"
                 tensors[name] = tensor

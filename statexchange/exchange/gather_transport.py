@@ -299,7 +299,7 @@ class _FileTransport:
         addresses = {}
         for rank, (_, address) in sent.items():
             addresses[rank] = decode(address, _FileAddress, "the address of its file", rank)
-        # A client of NFS may not see yet what another has written: this waits for it, or raises.
+        # Raises for a file that another host has written and this one does not see.
         try:
             self._build.add_all({names[rank]: address.version for rank, address in addresses.items()})
         except NotFoundError as error:

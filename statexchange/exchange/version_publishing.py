@@ -109,7 +109,7 @@ def publish_version(
     bases: dict[int, int | None] = {}
     if last is not None:
         bases = last.bases
-        last.boxes = None  # before another copy is made: two would be as large as the model's part here twice
+        last.boxes = None  # before another copy is made
     return _publish_full(comm, described, request, run, number, state_digest, bases)
 
 
