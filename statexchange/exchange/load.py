@@ -208,7 +208,8 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
         # Before ranks convert it: they compare the files, and each may convert them in its own way.
         if comm.world_size > 1:
             has_layout, in_job = check_same_source(source, request, comm)
-        with _finding(source.path, request, comm):
+        path = source.path
+        with _finding(path, request, comm):
             loaded = source_content(request, source, comm)
             if not has_layout:
                 plan = _plan(request, loaded)
@@ -242,7 +243,7 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
             notes += notes_on_overflows(comm, overflows)
     seconds = time.perf_counter() - request.began
     names = tuple(plan.missing), tuple(plan.unexpected)
-    return LoadReport(source.path, len(plan.targets), nbytes, *names, seconds, source.step, notes, num_in_memory)
+    return LoadReport(path, len(plan.targets), nbytes, *names, seconds, source.step, notes, num_in_memory)
 
 
 @contextlib.contextmanager

@@ -74,14 +74,14 @@ class _OpenedSource:
             # local identity, and all ranks compare their identity on a file system that hosts share.
             content += [holder.name, holder.nbytes, len(holder.tensors), holder.file.shared_identity]
             local.append(holder.file.local_identity)
-        shown = source.path
+        path = shown = source.path
         if source.round is not None:
             shown += f", round {source.round} of {source.run}"
         options = request.options.texts()
         if request.conversion is not None:
             options |= request.conversion.texts()
         has_layout, is_nfs = request.options.layout is not None, source.opened.store.is_nfs
-        return cls(_digest(content), _digest(local), source.path, shown, options, has_layout, is_nfs)
+        return cls(_digest(content), _digest(local), path, shown, options, has_layout, is_nfs)
 
 
 def check_same_source(source: Source, request: LoadRequest, comm: Communicator) -> tuple[bool, bool]:

@@ -213,7 +213,8 @@ def _decoded_trees(
 
     Equal trees count once. If as many ranks load as have saved, this rank's tree comes first, as its entries count.
     """
-    leaves = _TreeLeaves(tensors, source.path)
+    path = source.path
+    leaves = _TreeLeaves(tensors, path)
     trees: dict[int, object] = {}
     decoded: set[str] = set()
     # As many trees as ranks, most of them equal: decoding one takes as long as reading all its tensors' headers.
@@ -221,7 +222,7 @@ def _decoded_trees(
         text = source.configs[rank]
         if text not in decoded:
             decoded.add(text)
-            trees[rank] = decode_stored(text, source.path, source.budget, types=types, leaves=leaves, unknown=unknown)
+            trees[rank] = decode_stored(text, path, source.budget, types=types, leaves=leaves, unknown=unknown)
     return trees
 
 

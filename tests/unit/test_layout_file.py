@@ -525,7 +525,7 @@ def test_a_rule_that_cuts_one_dim_twice_is_refused_however_it_names_the_dim() ->
     steps = [{"dim": 0, "axis": "tp"}, {"dim": -2, "axis": "pp"}]
     rule = Layout.parse({"mesh": {"pp": 2, "tp": 2}, "rules": {"w": steps}}).rule_for("w")
     assert rule is not None
-    with pytest.raises(InvalidArgumentError, match="'w': dim 0 is sharded twice, in a tensor of shape"):
+    with pytest.raises(InvalidArgumentError, match="sharded twice"):
         rule.parts("w", (2, 3), 0)
 
 
@@ -536,5 +536,5 @@ def test_explicit_boxes_may_be_joined_along_a_dim_that_is_counted_from_the_end()
     for dim in (2, -3):
         rule = Layout.parse({"w": {"global_shape": [2, 4], "boxes": boxes, "dim": dim}}).rule_for("w")
         assert rule is not None
-        with pytest.raises(InvalidArgumentError, match=f"dim {dim}, but the shape is"):
+        with pytest.raises(InvalidArgumentError, match=f"dim {dim}, but"):
             rule.parts("w", (2, 2), 0)

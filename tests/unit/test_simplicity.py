@@ -44,9 +44,9 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 617, 47, 0),
-    "save": Walk(25, 532, 39, 2),
-    "export": Walk(25, 426, 24, 0),
-    "merge": Walk(25, 652, 59, 0),
+    "save": Walk(25, 525, 39, 2),
+    "export": Walk(25, 420, 24, 0),
+    "merge": Walk(25, 646, 56, 0),
     "synchronize": Walk(12, 232, 33, 1),
 }
 
