@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sweeps
 from sweeps import slow
 
 from statexchange.errors import InvalidArgumentError, NotInitializedError, PeerError, StateExchangeError
@@ -371,7 +372,9 @@ def test_an_unknown_backend_and_no_ranks_are_refused() -> None:
 def start_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
     """Run a launcher in a process of its own, which a test can kill or interrupt."""
     (directory / "script.py").write_text(textwrap.dedent(body))
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(sweeps.__file__).parent), str(Path(__file__).parents[2])]
+    )
     environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(directory)}
     return subprocess.Popen([sys.executable, "script.py"], cwd=directory, env=environ)
 

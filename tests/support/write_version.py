@@ -1,6 +1,6 @@
 """Write samples of saves, exports and workspaces with this version, for later versions to read.
 
-PYTHONPATH=tests python -c "import write_version; write_version.main('tests/data/version-0.2')"
+PYTHONPATH=tests/support python -c "import write_version; write_version.main('tests/data/version-0.2')"
 
 Released samples are never written again: a new version gets a directory of its own. `version_states.py` has the states.
 """

@@ -1,4 +1,6 @@
-"""Run a program as if this were macOS: `python tests/without_linux.py statexchange COMMAND ...`, or a script's path.
+"""Run a program as if this were macOS: `python tests/support/without_linux.py statexchange COMMAND ...`.
+
+The path of a script may stand for `statexchange COMMAND`.
 
 What only Linux has is taken away before the program begins: names of `os` and other modules, functions of the C library
 that the package looks up by ctypes, and the file systems /proc, /sys and /dev/shm. What stays is Linux's own behaviour
@@ -90,7 +92,7 @@ def _hide_files() -> None:
 
 if __name__ == "__main__":
     del sys.argv[0]
-    sys.path[0] = os.fspath(Path(__file__).parents[1])
+    sys.path[0] = os.fspath(Path(__file__).parents[2])
     for hide in (_hide_names, _hide_functions, _hide_files):
         hide()
     sys.platform = "darwin"

@@ -1,8 +1,8 @@
 """Directories that programs read wrongly, from public issues: how each is made, and what a person wants of it.
 
 A row of the table is a function with `@row`: it writes a small directory and returns what is wanted, `Tensors` or
-`Refused`; its docstring says why. `python tests/model_directories.py` prints the table with both outcomes, that of
-statexchange and that of transformers or PEFT. What was wanted was written before the first run.
+`Refused`; its docstring says why. `python tests/support/model_directories.py` prints the table with both outcomes, that
+of statexchange and that of transformers or PEFT. What was wanted was written before the first run.
 """
 
 from __future__ import annotations

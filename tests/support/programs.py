@@ -45,7 +45,7 @@ def _mounts_missing() -> str | None:
 def require_refusal_of_exchange() -> None:
     """Skip the running test unless `seccomp.refuse_exchange` knows this processor."""
     if platform.machine() not in RENAMEAT2:
-        pytest.skip(f"the number of renameat2 on {platform.machine()} is not known to tests/seccomp.py")
+        pytest.skip(f"the number of renameat2 on {platform.machine()} is not known to tests/support/seccomp.py")
 
 
 def require_mpi() -> None:

@@ -15,7 +15,7 @@ from programs import require_mpi
 from warm_python import warm_python
 
 BIN = Path(sys.executable).parent
-HOME = Path(__file__).parent.parent
+HOME = Path(__file__).parents[2]
 PAGES = ("README.md", *sorted(str(path.relative_to(HOME)) for path in (HOME / "docs").rglob("*.md")))
 _MARK = "this rank has reached the end of its script"
 
@@ -88,7 +88,7 @@ def warm_program(*words: object, kind: str = "torch") -> tuple[list[str | Path],
     """
     python = warm_python(kind)
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return [python, HOME / "tests/warm_program.py", python, *map(str, words)], environment
+    return [python, HOME / "tests/support/warm_program.py", python, *map(str, words)], environment
 
 
 def run_script(

@@ -14,7 +14,7 @@ from statexchange.storage.location import open_path
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 """The samples that are kept in the repository."""
 
 
