@@ -53,7 +53,7 @@ settings.load_profile("statexchange")
 
 
 # The fork server of `run_ranks`, and its ranks under mpiexec, are themselves forked from a process with torch. The
-# launcher's own tests, in test_testing.py, also start scripts of their own, with new interpreters. Open MPI, whose
+# launcher's own tests, in test_testing*.py, also start scripts of their own, with new interpreters. Open MPI, whose
 # program is prterun, knows its ranks by their process ids.
 _new_fork_server = worlds._fork_server
 

@@ -141,7 +141,7 @@ def test_a_call_inside_the_block_of_a_gather_has_its_own_name() -> None:
 def test_a_call_that_continues_in_a_thread_names_its_line() -> None:
     with public_call("outer", "train.py:7"), public_call("inner"):
         assert (call_site(), step_text("writing")) == ("train.py:7", "outer (writing)")
-    assert "test_comm.py:" in call_site()
+    assert "test_comm_misused.py:" in call_site()
     assert step_text("writing") == "writing"
 
 
