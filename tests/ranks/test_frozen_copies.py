@@ -8,9 +8,9 @@ from typing import Any
 import fsspec
 import pytest
 from checkpoint_jobs import LARGE, adapter_of, load_adapters, load_large, save_large
+from disk_stores import names_at
 from forked_jobs import ForkedJobs
 from frozen_parameters import FROZEN, JOBS, set_base
-from publishing import names_at
 
 import statexchange as sx
 from statexchange.report.verify import verify_saves
@@ -123,7 +123,7 @@ def uploads_in(bucket: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_event_of_a_save_with_copies_goes_on_from_a_whole_save(s3: str) -> None:
-    with ForkedJobs(f"from publishing import import_s3\nimport_s3()\n{JOBS.replace('adapters', 'large')}") as jobs:
+    with ForkedJobs(f"from disk_stores import import_s3\nimport_s3()\n{JOBS.replace('adapters', 'large')}") as jobs:
         for trace in ("trace", "trace-2"):
             jobs.run(f"{s3}/{trace}", [10])
         calls = jobs.fewest_calls(*((f"{s3}/{trace}", [20]) for trace in ("trace", "trace-2")))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_jobs import save_steps, state_of, value_in
+from disk_stores import names_at
 from equality import assert_same
-from publishing import OTHER_HOST, names_at
+from publishing import OTHER_HOST
 from safetensors.torch import load_file
 from saves_at_urls import WHOLE, step_url
 

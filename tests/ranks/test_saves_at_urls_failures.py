@@ -14,12 +14,11 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import publishing
 import pytest
 import torch
 from checkpoint_jobs import LAYOUT, load_rows, save_rows, shard_of, state_of
+from disk_stores import DiskFileSystem, names_at, use_object_stores
 from forked_jobs import ForkedJobs
-from publishing import names_at, use_object_stores
 from saves_at_urls import WHOLE, step_url
 from sweeps import slow, some
 
@@ -150,7 +149,7 @@ def test_a_bucket_that_does_not_exist_is_named(server: str) -> None:
         sx.Checkpoints(missing).load(state_of(0))
 
 
-class Refusing(publishing.DiskFileSystem):
+class Refusing(DiskFileSystem):
     """A store that this user may read and not write."""
 
     protocol = "refusing"
@@ -173,7 +172,7 @@ def test_a_scheme_whose_package_is_missing_names_what_to_install() -> None:
     assert all('pip install "statexchange[gcs]"' in text for text in outcomes.messages.values())
 
 
-class OtherStore(publishing.DiskFileSystem):
+class OtherStore(DiskFileSystem):
     """A store with other objects than that of rank 0."""
 
     @classmethod
@@ -205,7 +204,7 @@ def test_a_rank_that_sees_another_store_is_named(tmp_path: Path) -> None:
 
 JOBS = """
 import torch
-from publishing import use_object_stores
+from disk_stores import use_object_stores
 from statexchange.testing import run_ranks
 from checkpoint_jobs import load_rows, save_rows
 
@@ -258,7 +257,7 @@ def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
 
 def save_until_killed_at(path: str, rank: int, number: int) -> list[str]:
     """Save step 20; kill one rank at its n-th storage event of the save, or return the events of this rank."""
-    publishing.use_object_stores(take_over_s=60, renew_s=15)
+    use_object_stores(take_over_s=60, renew_s=15)
     comm = sx.get_communicator()
     events: list[str] = []
 

@@ -7,7 +7,6 @@ the n-th event of the child, for n = 1, 2, ... until the child runs to its end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -17,20 +16,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
+from disk_stores import import_s3, names_at, use_object_stores
+from storage_events import act_at, armed, in_child, in_new_namespace, outcome_of
 
 import statexchange as sx
 from statexchange.checkpoint.publication import Provenance, Publication
-from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
@@ -38,9 +35,7 @@ from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.files import digest
 from statexchange.storage.publish.claim import CLAIM_NAME
-from statexchange.storage.publish.object_build import ObjectBuild
 
-EVENT = "statexchange.storage"
 NBYTES = 5000
 OTHER_HOST = Owner("a-host-far-away", "0" * 36, 1, 2, 3)
 """A process of another host: whether it runs cannot be determined here."""
@@ -155,51 +150,6 @@ WRITERS: dict[str, tuple[Callable[..., object], Callable[[Path], int]]] = {
 }
 """By what is written: a function that publishes it, full of a value, and one that returns the value that it reads."""
 
-_armed: list[tuple[int, Callable[[], None]]] = []  # the number of an event and what to call then, until it is called
-_count = 0  # of the events since `act_at`
-_only: str | None = None  # the step whose events count; None: all
-
-
-def _hook(event: str, arguments: Any) -> None:
-    global _count
-    if event == EVENT and _armed and _only in (None, arguments[0]):
-        _count += 1
-        if _count == _armed[0][0]:
-            _armed.pop()[1]()
-
-
-def act_at(number: int, act: Callable[[], None], only: str | None = None) -> None:
-    """Call `act` once, at the `number`-th storage event of this process from now on; with `only`, of this step."""
-    global _count, _only
-    _count, _only = 0, only
-    if not hasattr(sys, "_publishing_hook"):
-        sys._publishing_hook = True  # type: ignore[attr-defined]
-        sys.addaudithook(_hook)
-    _armed[:] = [(number, act)]
-
-
-def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:
-    """Run `work` in a forked process.
-
-    Returns "ok", "killed", the name of the error, or "untouched" if `act_at` did not act.
-    """
-    receive, send = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(send)
-        with open(receive) as pipe:
-            outcome = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        return "killed" if os.WIFSIGNALED(status) else outcome
-    outcome = "broken"
-    try:
-        os.close(receive)
-        _armed.clear()
-        outcome = _in_new_namespace(work) if new_namespace else _outcome(work)
-        os.write(send, outcome.encode())
-    finally:
-        os._exit(0)
-
 
 def _values_after_race(number: int, first: str, second: str, *, overwrite: bool) -> set[int]:
     """Check the outcomes of a publisher of 2 and one of 3; return which of the values may be there."""
@@ -209,27 +159,6 @@ def _values_after_race(number: int, first: str, second: str, *, overwrite: bool)
     if second != "ok":
         return {2}
     return {3} if first != "ok" else {2, 3}
-
-
-def _outcome(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except StateExchangeError as error:
-        return type(error).__name__
-    except BaseException as error:  # noqa: BLE001 (the parent fails with what is returned)
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}"
-    return "untouched" if _armed else "ok"
-
-
-CLONE_NEWPID = 0x20000000
-
-
-def _in_new_namespace(work: Callable[[], object]) -> str:
-    """Run `work` in a new PID namespace, as on another host: neither process can see whether the other runs."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
-        return "no namespace"
-    return in_child(work)
 
 
 class Peer:
@@ -245,7 +174,7 @@ class Peer:
             return
         try:
             self._line.close()
-            if new_namespace and _in_new_namespace(lambda: _serve(line)) == "no namespace":
+            if new_namespace and in_new_namespace(lambda: _serve(line)) == "no namespace":
                 _serve(line, "no namespace")
             elif not new_namespace:
                 _serve(line)
@@ -276,8 +205,8 @@ def _serve(line: Any, refusal: str | None = None) -> None:
         except EOFError:
             return
         results: list[Any] = []
-        _armed.clear()
-        outcome = refusal or _outcome(lambda: results.append(work(*arguments, **options)))  # noqa: B023
+        armed.clear()
+        outcome = refusal or outcome_of(lambda: results.append(work(*arguments, **options)))  # noqa: B023
         line.send((outcome, results[0] if results else None))
 
 
@@ -321,7 +250,7 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
         else:
             states["absent"] += 1
         if before or out.exists():
-            _check(_outcome(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
+            _check(outcome_of(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
             _check(value_at(out) in (1, 2), number)
         if reuse:
             states[f"{len(publish(out, 2, reuse=True))} kept"] += 1
@@ -347,7 +276,7 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
             act_at(number, interrupt)  # noqa: B023
             with contextlib.suppress(KeyboardInterrupt):
                 publish(out, 2)  # noqa: B023
-            if _armed:
+            if armed:
                 return
             if out.exists():  # noqa: B023
                 value_of(out)  # noqa: B023
@@ -391,7 +320,7 @@ def sweep_races(
             act_at(number, second)  # noqa: B023
             write(out, 2, overwrite=overwrite)  # noqa: B023
 
-        outcome = _outcome(first)
+        outcome = outcome_of(first)
         if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
         (other,) = others
@@ -405,68 +334,6 @@ def sweep_races(
 
 
 # Sweeps over object stores
-
-
-class DiskFileSystem(LocalFileSystem):
-    """An object store for several processes: small objects appear whole, and puts have no condition but create."""
-
-    protocol = "disk"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(auto_mkdir=True, **options)
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        if isinstance(path, list):
-            return [cls._strip_protocol(one) for one in path]
-        return super()._strip_protocol(path.removeprefix("disk://"))
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        path = self._strip_protocol(path)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{os.path.dirname(os.path.dirname(path))}/tmp-{os.urandom(8).hex()}"
-        Path(temporary).write_bytes(value)
-        if mode == "create":
-            try:
-                os.link(temporary, path)
-            finally:
-                os.unlink(temporary)
-        else:
-            os.replace(temporary, path)
-
-
-def use_object_stores(*, take_over_s: float = 0.4, renew_s: float = 0.1) -> None:
-    fsspec.register_implementation("disk", DiskFileSystem, clobber=True)
-    ObjectBuild.take_over_s, ObjectBuild.renew_s = take_over_s, renew_s
-
-
-def import_s3() -> None:
-    """Import what a client of S3 needs, and keep what it reads from files, so that forked processes find it.
-
-    Half of the processor time of a publication to S3 goes into that otherwise.
-    """
-    import botocore.session
-    import s3fs  # noqa: F401 (fsspec imports it at the first s3:// otherwise)
-    from botocore.loaders import JSONFileLoader, Loader
-
-    load = cache(JSONFileLoader().load_file)
-
-    class LoadOnce(JSONFileLoader):
-        def load_file(self, file_path: str) -> Any:
-            return load(file_path)
-
-    Loader.FILE_LOADER_CLASS = LoadOnce
-    botocore.session.get_session().create_client("s3")
-
-
-def names_at(url: str) -> list[str]:
-    """Return the names of the objects below a URL."""
-    system, path = fsspec.core.url_to_fs(url)
-    system.invalidate_cache()
-    try:
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
-    except FileNotFoundError:
-        return []
 
 
 def state_of(url: str) -> str:
@@ -561,8 +428,8 @@ def publish_overtaken(out: str, number: int, only: str | None, overwrite: bool) 
         seconds.append(_second[0].run(publish, out, 3, overwrite=overwrite))
 
     act_at(number, overtake, only)
-    outcome = _outcome(lambda: publish(out, 2, overwrite=overwrite))
-    _armed.clear()  # if the event has not come
+    outcome = outcome_of(lambda: publish(out, 2, overwrite=overwrite))
+    armed.clear()  # if the event has not come
     return outcome, seconds[0] if seconds else None
 
 

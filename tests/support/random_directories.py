@@ -15,21 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from model_directories import (
-    BIN_INDEX,
-    EMBED,
-    HEAD,
-    INDEX,
-    Folder,
-    Outcome,
-    State,
-    differences,
-    from_pretrained,
-    llama,
-    lora,
-    merged,
-    outcome,
-)
+from model_directories import Outcome, differences, from_pretrained, merged, outcome
+from model_rows import BIN_INDEX, EMBED, HEAD, INDEX, Folder, State, llama, lora
 from safetensors.torch import load_file
 
 from statexchange.errors import StateExchangeError

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from equality import bits_of
+from job_models import Holding, Job, Pair, Spec, make_model, parameters_of
 from stateful import Holder
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,74 +32,7 @@ SCHEDULERS = ["StepLR", "MultiStepLR", "LambdaLR", "SequentialLR", "CosineAnneal
 CHANGES = ["permuted groups", "permuted parameters", "one group", "more groups", "fewer parameters", "other head"]
 CHANGES += ["key more", "key less", "other optimizer", "other scheduler", "no model", "wrapped", "other extra", "names"]
 SOURCES = ["own", "own 2", "torch", "dcp", "dcp flat", "dcp names", "export"]
-IS_RANDOM_STATE = re.compile(r":object:'(torch|numpy|python|cuda)'")
 PLAIN_KEYS: list[Any] = ["a", "b", "a.b", "0", "1", "x y", "state", "None", "step", 0, 1, 2, 10, -1, True, None, 2.5]
-
-
-class Pair(NamedTuple):
-    """A namedtuple."""
-
-    first: Any
-    second: Any
-
-
-@dataclasses.dataclass
-class Holding:
-    """A dataclass."""
-
-    first: Any
-    second: Any
-
-
-class Net(nn.Module):
-    """A body and a head."""
-
-    def __init__(self, out: int) -> None:
-        super().__init__()
-        self.body = nn.Linear(3, 3)
-        self.head = nn.Linear(3, out)
-
-
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, 3)
-        self.out = nn.Linear(3, 4, bias=False)
-        self.out.weight = self.embed.weight
-
-
-@dataclasses.dataclass
-class Spec:
-    """A job as plain data."""
-
-    model: str
-    wrapper: str = ""
-    out: int = 2
-    optimizer: str = ""
-    groups: list[list[int]] = dataclasses.field(default_factory=list)  # numbers of parameters
-    has_names: bool = False
-    lr_is_tensor: bool = False
-    is_stray: bool = False  # the optimizer's parameters are not in the state
-    steps: int = 1
-    scheduler: str = ""
-    has_ema: bool = False
-    has_model: bool = True
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)  # of the state, by role
-    nesting: str = ""
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # without tensors' values
-
-
-@dataclasses.dataclass
-class Job:
-    """A built job: its state, and the identity of its parameters."""
-
-    state: Any
-    parameters: dict[str, Any]
-    model: Any
-    optimizer: Any
-    spec: Spec
 
 
 class Case(NamedTuple):
@@ -146,7 +78,7 @@ def _draw_spec(rng: random.Random) -> Spec:
         spec.wrapper = ""
     if rng.random() < 0.85:
         spec.optimizer = rng.choice(OPTIMIZERS)
-        count = len(_parameters(spec.model, _model(spec.model, 2)))
+        count = len(parameters_of(spec.model, make_model(spec.model, 2)))
         numbers = [*range(count)]
         if rng.random() < 0.3:
             rng.shuffle(numbers)
@@ -238,44 +170,17 @@ def _draw_options(rng: random.Random, spec: Spec) -> dict[str, Any]:
     return options
 
 
-def _model(kind: str, out: int) -> Any:
-    makers: dict[str, Callable[[], Any]] = {
-        "mlp": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, out)),
-        "net": lambda: Net(out),
-        "tied": Tied,
-        "square": lambda: nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))),
-        "plist": lambda: nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(3)]),
-        "stages": lambda: [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"1": nn.Linear(2, 2)})],
-        "parts": lambda: {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)},
-        "sub": lambda: dict(Net(out).named_children()),
-        "tensors": lambda: {"w": nn.Parameter(torch.randn(2, 2)), "v.x": nn.Parameter(torch.randn(2))},
-        "nested": lambda: nn.ModuleDict(
-            {"state": nn.Linear(2, 2), "exp_avg": nn.ModuleDict({"state": nn.Linear(2, 2)})}
-        ),
-    }
-    return makers[kind]()
-
-
-def _parameters(kind: str, model: Any) -> dict[str, Any]:
-    """Return the parameters of a model by a name of their own."""
-    if kind == "stages":
-        return {name: one for stage in model for name, one in stage.named_parameters()}
-    if kind in ("parts", "sub"):
-        return {f"{key}.{name}": one for key, part in model.items() for name, one in part.named_parameters()}
-    return dict(model) if kind == "tensors" else dict(model.named_parameters())
-
-
 def build(spec: Spec, seed: int) -> Job:
     """Build a job with random values."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    plain = _model(spec.model, spec.out)
-    parameters = _parameters(spec.model, plain)
+    plain = make_model(spec.model, spec.out)
+    parameters = parameters_of(spec.model, plain)
     model: Any = plain
     if spec.wrapper == "averaged":
         model = AveragedModel(plain)
         model.n_averaged += seed % 3
-        parameters = _parameters(spec.model, model.module)
+        parameters = parameters_of(spec.model, model.module)
     elif spec.wrapper == "compile":
         model = torch.compile(plain, backend="eager")
     sections: dict[str, Any] = {}
@@ -555,75 +460,3 @@ def root_of(case: Case, job: Job) -> Any:
     if case.root == "model in state":
         return {"model": job.model, "step": 3} if case.seed % 2 else {"model": job.model}
     return [*job.state.values()] if case.root == "list" else job.state
-
-
-def show(value: Any) -> str:
-    """Return a value as a text that has its types and bits."""
-    if isinstance(value, torch.Tensor):
-        dtype, shape, content = bits_of(value.detach())
-        return f"{dtype}{list(shape)}{content.hex()}"
-    if isinstance(value, dict):
-        items = sorted(f"{type(key).__name__} {key!r}: {show(item)}" for key, item in value.items())
-        return f"{type(value).__name__}{{{', '.join(items)}}}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}[{', '.join(map(show, value))}]"
-    if dataclasses.is_dataclass(value):
-        return f"{type(value).__name__}({show(value.first)}, {show(value.second)})"
-    if callable(getattr(value, "state_dict", None)):
-        return f"{type(value).__name__}<{show(value.state_dict())}>"
-    return f"{type(value).__name__} {value!r}"
-
-
-def atoms(state: Any, job: Job) -> dict[str, str]:
-    """Return each value of a state, as a text, by a name that does not depend on order."""
-    found: dict[str, str] = {}
-    names = {id(one): name for name, one in job.parameters.items()}
-
-    def add(value: Any, path: str) -> None:
-        if isinstance(value, nn.Module):
-            for name, tensor in value.state_dict().items():
-                found[f"{path}:{_bare(name)}"] = show(tensor)
-        elif isinstance(value, torch.optim.Optimizer):
-            for group in value.param_groups:
-                for one in group["params"]:
-                    for key, item in group.items():
-                        if key not in ("params", "param_names"):
-                            found[f"{path}:group:{names[id(one)]}:{key}"] = show(item)
-                    for key, item in value.state.get(one, {}).items():
-                        found[f"{path}:state:{names[id(one)]}:{key}"] = show(item)
-            for key, item in value.state.items():
-                if not isinstance(key, torch.Tensor):
-                    found[f"{path}:shared:{key!r}"] = show(item)
-        elif hasattr(value, "load_state_dict"):
-            for key, item in value.state_dict().items():
-                found[f"{path}:object:{key!r}"] = show(item)
-        elif isinstance(value, dict):
-            found[f"{path}:type"] = type(value).__name__ + ("" if value else " empty")
-            for key, item in value.items():
-                add(item, f"{path}/{key!r}")
-        elif isinstance(value, list | tuple):
-            found[f"{path}:type"] = f"{type(value).__name__} {len(value)}"
-            for key, item in enumerate(value):
-                add(item, f"{path}/{key}")
-        elif dataclasses.is_dataclass(value):
-            add(value.first, f"{path}/first")
-            add(value.second, f"{path}/second")
-        else:
-            found[path] = show(value)
-
-    add(state, "")
-    return found
-
-
-def _bare(name: str) -> str:
-    name = ".".join(part for part in name.split(".") if part != "_orig_mod")
-    return name.removeprefix("module.")
-
-
-def plain(found: dict[str, str]) -> dict[str, str]:
-    """Return atoms without the types of containers, which are those of the live state, and without random states."""
-    return {
-        key: re.sub(r"(Counter|OrderedDict|defaultdict)\{", "dict{", value)
-        for key, value in found.items()
-        if not key.endswith(":type") and not IS_RANDOM_STATE.search(key)
-    }
