@@ -154,6 +154,21 @@ def _worker(config: pytest.Config) -> tuple[int, int]:
     return int(given["workerid"].removeprefix("gw")), given["workercount"]
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values."""
+    is_shown = isinstance(val, dict | list | tuple) or type(val).__name__ == "dtype"
+    return repr(val)[:60] if is_shown and _is_plain(val) else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether all workers write a value alike: objects may have an address in their text, and sets another order."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bytes | int | float) or type(value).__name__ == "dtype"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     """Skip a test that starts ranks under MPI if this machine cannot."""
