@@ -40,12 +40,12 @@ def train(module: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
 
 
 @on_ranks(2)
-def test_bagua_init_process_group_twice(comm: Communicator, directory: Path) -> None:
+def test_a_second_init_returns_the_communicator_unlike_in_bagua(comm: Communicator, directory: Path) -> None:
     assert sx.init("gloo") is comm  # a warning; Bagua raises RepeatedInitializationError
 
 
 @on_ranks(1, 2, 3)
-def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, directory: Path) -> None:
+def test_collectives_and_coalesced_ones_give_the_values_of_bagua(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # Bagua refuses the last two
     for dtype in (*floats, torch.uint8, torch.int64, torch.int32):
@@ -62,7 +62,7 @@ def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, direc
 
 
 @on_ranks(1, 2)
-def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
+def test_a_module_is_wrapped_as_baguas_distributed_module(comm: Communicator, directory: Path) -> None:
     inner = bagua_net(comm.rank)
     inner._ddp_params_and_buffers_to_ignore = ["0.weight"]
     wrapped = sx.train.DistributedModule(inner)
@@ -78,7 +78,7 @@ def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2)
-def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory: Path) -> None:
+def test_a_reducer_takes_baguas_arguments_and_bucket_types(comm: Communicator, directory: Path) -> None:
     with pytest.raises(ValueError, match="bucket_type"):
         sx.train.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type] (refused at run time, too)
     for bucket_type in ("gradient", "weight"):
@@ -107,7 +107,7 @@ def specs_of(kinds: dict[str, str]) -> list[ParameterSpec]:
         ("DEABC", "", ["D", "E", "ABC"]),
     ],
 )
-def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> None:
+def test_buckets_are_split_as_by_bagua(order: str, halves: str, expected: list[str]) -> None:
     tensors = specs_of({name: "float16" if name in halves else "float32" for name in order})
     found = split_buckets(tensors, 20 << 20)
     assert ["".join(tensors[i].name for i in bucket) for bucket in found] == expected
@@ -115,7 +115,7 @@ def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> Non
 
 
 @on_ranks(2, 3)
-def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory: Path) -> None:
+def test_unused_parameters_do_not_hang_a_step_unlike_in_bagua(comm: Communicator, directory: Path) -> None:
     """mark_tensor_ready: in Bagua a parameter without a gradient never makes its bucket ready, and the step hangs."""
     module = bagua_net()
     reducer = sx.train.BucketReducer(module, bucket_bytes=256)
@@ -133,7 +133,7 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
 
 
 @on_ranks(2, 3)
-def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
+def test_a_switch_changes_the_algorithm_as_baguas_switch_to(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
     wrapped, optimizer = sx.train.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
     assert torch.equal(flat(module), flat(bagua_net(0)))  # at first the weights are those of root
@@ -150,7 +150,7 @@ def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2)
-def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> None:
+def test_state_dict_and_forward_are_those_of_the_module_as_in_bagua(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
     wrapped, optimizer = sx.train.data_parallel(module, sgd(module), tune_every=3)
     assert list(wrapped.state_dict()) == list(module.state_dict())  # without a prefix
@@ -168,7 +168,7 @@ def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> No
 
 
 @on_ranks(1, 2)
-def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communicator, directory: Path) -> None:
+def test_metrics_are_reported_to_the_tuner_as_in_bagua(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
     wrapped, optimizer = sx.train.data_parallel(module, sgd(module), bucket_bytes=1024)
     assert wrapped.ask_and_update_hyperparameters() is False  # Bagua averages an empty list to NaN
@@ -183,7 +183,7 @@ def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communica
 
 
 @on_ranks(1, 2, 3)
-def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator, directory: Path) -> None:
+def test_parameters_are_broadcast_and_averaged_as_by_bagua(comm: Communicator, directory: Path) -> None:
     def module() -> nn.Module:
         model = nn.BatchNorm1d(3)
         for value in (*model.parameters(), *model.buffers()):
@@ -206,7 +206,7 @@ def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator,
 
 
 @on_ranks(1, 2)
-def test_bagua_init(comm: Communicator, directory: Path) -> None:
+def test_a_training_starts_as_by_baguas_init(comm: Communicator, directory: Path) -> None:
     model = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(comm.rank)
     first = torch.optim.SGD(model[0].parameters(), lr=0.01)
@@ -233,7 +233,7 @@ def test_bagua_init(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(4, backends=())
-def test_bagua_hierarchical_reduce_on_one_host(comm: Communicator, directory: Path) -> None:
+def test_a_hierarchical_reduce_on_one_host_gives_baguas_weight(comm: Communicator, directory: Path) -> None:
     assert weight_after("shift_one", comm, hierarchical=True) == 3.75
 
 
@@ -257,7 +257,7 @@ def on_two_hosts(directory: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
+def test_a_hierarchical_reduce_on_two_hosts_gives_baguas_weight(tmp_path: Path) -> None:
     results = run_ranks(on_two_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert [result[:3] for result in results] == [[3.75] * 3] * 4
     assert [result[3] for result in results] == [2.5, 5.0, 2.5, 5.0]
@@ -265,7 +265,7 @@ def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
 
 
 @on_ranks(2, 3)
-def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
+def test_gradients_are_averaged_as_by_baguas_gradient_allreduce(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
     train(module, sgd(module), comm.rank, 3)  # ranks now have different weights
     wrapped, optimizer = sx.train.data_parallel(module, sgd(module), "allreduce")
@@ -274,7 +274,7 @@ def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2, 4)
-def test_bagua_decentralized(comm: Communicator, directory: Path) -> None:
+def test_weights_are_averaged_as_by_baguas_decentralized_algorithm(comm: Communicator, directory: Path) -> None:
     for peers in ("all", "shift_one"):
         module = bagua_net(comm.rank)
         algorithm = Decentralized(peers, hierarchical=False)
@@ -290,7 +290,7 @@ def test_bagua_decentralized(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2, 3)
-def test_bagua_quantize(comm: Communicator, directory: Path) -> None:
+def test_values_are_quantised_as_by_bagua(comm: Communicator, directory: Path) -> None:
     chunk = torch.randn(1, 1000, generator=torch.Generator().manual_seed(3))
     step = (chunk.max() - chunk.min()) / 255
     assert (dequantize(quantize(chunk)[0]) - chunk[0]).abs().max() <= step * 0.5001
@@ -301,7 +301,7 @@ def test_bagua_quantize(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2)
-def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
+def test_the_state_of_an_optimizer_is_broadcast_as_by_bagua(comm: Communicator, directory: Path) -> None:
     for kind, settings in (
         (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1}),
         (torch.optim.Adam, {"lr": 0.2, "weight_decay": 0.1}),
@@ -319,7 +319,7 @@ def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2)
-def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
+def test_one_algorithm_trains_several_models_as_in_bagua(comm: Communicator, directory: Path) -> None:
     algorithm = sx.train.algorithms.GradientAllReduce()
     nets = [bagua_net(1), bagua_net(2)]
     pairs = [sx.train.data_parallel(module, sgd(module), algorithm) for module in nets]
@@ -339,7 +339,7 @@ def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2, 4)
-def test_bagua_communicator(comm: Communicator, directory: Path) -> None:
+def test_a_communicator_gives_the_values_of_baguas(comm: Communicator, directory: Path) -> None:
     n, r = comm.world_size, comm.rank
     local = torch.randn(100, generator=torch.Generator().manual_seed(r))
     gathered = comm.all_gather(local)
@@ -360,7 +360,7 @@ def test_bagua_communicator(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(3)
-def test_bagua_process_group(comm: Communicator, directory: Path) -> None:
+def test_a_group_of_some_ranks_works_as_baguas_process_group(comm: Communicator, directory: Path) -> None:
     group = comm.split(comm.rank % 2)
     assert group is not None
     members = [rank for rank in range(comm.world_size) if rank % 2 == comm.rank % 2]

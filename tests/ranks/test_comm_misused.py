@@ -104,7 +104,7 @@ def makes_different_calls(out: str) -> list[list[str]]:
 def test_a_mismatch_names_the_calls_of_all_ranks(tmp_path: Path) -> None:
     found = run_ranks(makes_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=120)
     for first, second, text in [calls for rank in found for calls in rank]:
-        line = r"at \S+test_comm\.py:\d+"
+        line = r"at \S+test_comm_misused\.py:\d+"
         assert re.fullmatch(
             f"ranks are in different calls: rank 0 called {first} {line}; rank 1 called {second} {line}", text
         )

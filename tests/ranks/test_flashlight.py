@@ -22,14 +22,14 @@ from statexchange.testing import run_ranks
 
 
 @on_ranks(2)
-def test_flashlight_distributed_init_twice(comm: Communicator, directory: Path) -> None:
+def test_a_second_init_warns_as_in_flashlight(comm: Communicator, directory: Path) -> None:
     assert sx.init("auto", timeout_s=5.0) is comm  # with a warning
     assert sx.is_initialized()
     assert (sx.get_rank(), sx.get_world_size()) == (comm.rank, comm.world_size)
     assert sx.comm.get_backend() == comm.backend
 
 
-def test_flashlight_uninitialised_values() -> None:
+def test_values_before_init_are_those_of_flashlight() -> None:
     with defaults.use(None):
         assert not sx.is_initialized()
         assert (sx.get_rank(), sx.get_world_size()) == (0, 1)
@@ -47,14 +47,14 @@ def through_a_directory(directory: str) -> int:
 
 
 @pytest.mark.slow
-def test_flashlight_file_store(tmp_path: Path) -> None:
+def test_ranks_meet_in_a_directory_again_as_by_flashlights_file_store(tmp_path: Path) -> None:
     for _ in range(2):  # the first rendezvous has left nothing behind
         assert run_ranks(through_a_directory, 2, backend="processes", args=(str(tmp_path),), timeout_s=120) == [3, 3]
         assert not list(tmp_path.iterdir())
 
 
 @on_ranks(1, 2, 3, 4)
-def test_flashlight_all_reduce(comm: Communicator, directory: Path) -> None:
+def test_an_all_reduce_gives_the_values_of_flashlight(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for async_op in (False, True):  # Flashlight's Gloo does not support this
         tensor = filled(comm.rank, 10, torch.float32)
@@ -72,7 +72,7 @@ def test_flashlight_all_reduce(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> None:
+def test_several_tensors_are_reduced_as_by_flashlights_all_reduce_multiple(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for contiguous in (False, True):
         for async_op in (False, True):
@@ -89,7 +89,7 @@ def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> 
 
 @pytest.mark.slow
 @on_ranks(2, backends=("shm",))
-def test_flashlight_all_reduce_set_of_20_mib(comm: Communicator, directory: Path) -> None:
+def test_a_set_of_20_mib_is_reduced_as_by_flashlight(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for count in (5, 30):  # 120 MiB throw in Flashlight
         tensors = [filled(comm.rank + 1, 1 << 20, torch.float32) for _ in range(count)]
@@ -98,7 +98,7 @@ def test_flashlight_all_reduce_set_of_20_mib(comm: Communicator, directory: Path
 
 
 @on_ranks(1, 2)
-def test_flashlight_sync_distributed(comm: Communicator, directory: Path) -> None:
+def test_pending_work_is_waited_for_as_by_flashlights_sync_distributed(comm: Communicator, directory: Path) -> None:
     comm.wait_all()  # nothing is pending
     tensor = filled(comm.rank + 1, 1 << 16, torch.float32)
     comm.all_reduce(tensor, scale=0.5, async_op=True)
@@ -108,7 +108,7 @@ def test_flashlight_sync_distributed(comm: Communicator, directory: Path) -> Non
 
 
 @on_ranks(1, 2, 3)
-def test_flashlight_barrier(comm: Communicator, directory: Path) -> None:
+def test_a_barrier_waits_for_all_ranks_as_in_flashlight(comm: Communicator, directory: Path) -> None:
     time.sleep(0.02 * comm.rank)  # the order in which ranks arrive
     (directory / f"rank-{comm.rank}").touch()
     comm.barrier()
@@ -122,7 +122,7 @@ def test_flashlight_barrier(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_flashlight_inline_reducer(comm: Communicator, directory: Path) -> None:
+def test_an_inline_reducer_averages_at_once_as_in_flashlight(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     reducer = sx.train.InlineReducer(comm, 1 / n)
     tensor = filled(comm.rank, 10, torch.float32)
@@ -133,7 +133,7 @@ def test_flashlight_inline_reducer(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> None:
+def test_a_coalescing_reducer_averages_together_as_in_flashlight(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     small = 1 << 10  # five of these fill the cache
     for async_op in (False, True):
@@ -163,7 +163,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if f"CoalescingReducer, made at {__file__}:" in text]
 
 
-def test_flashlight_coalescing_reducer_that_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coalescing_reducer_that_is_dropped_warns_unlike_in_flashlight(caplog: pytest.LogCaptureFixture) -> None:
     """Flashlight's destructor finalizes, which communicates.
 
     Here a warning names what was not reduced, and nothing is sent.
@@ -194,7 +194,7 @@ def test_flashlight_coalescing_reducer_that_is_dropped(caplog: pytest.LogCapture
 
 
 @on_ranks(1, 2)
-def test_flashlight_distribute_module_grads(comm: Communicator, directory: Path) -> None:
+def test_gradients_of_a_module_are_averaged_as_by_flashlight(comm: Communicator, directory: Path) -> None:
     module = nn.Linear(3, 2)
     reducer = sx.train.BucketReducer(module)  # 1 / N by default
     (module(torch.ones(1, 3)).sum() * (comm.rank + 1)).backward()
@@ -203,7 +203,7 @@ def test_flashlight_distribute_module_grads(comm: Communicator, directory: Path)
 
 
 @on_ranks(1, 2, 3)
-def test_flashlight_all_reduce_parameters_and_gradients(comm: Communicator, directory: Path) -> None:
+def test_parameters_and_gradients_are_reduced_as_by_flashlight(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     module = nn.Linear(3, 2)
     for parameter in module.parameters():
@@ -219,7 +219,7 @@ def test_flashlight_all_reduce_parameters_and_gradients(comm: Communicator, dire
 
 
 @on_ranks(2)
-def test_flashlight_sync_meter(comm: Communicator, directory: Path) -> None:
+def test_a_meter_is_averaged_over_ranks_as_by_flashlight(comm: Communicator, directory: Path) -> None:
     """An average over ranks of unequal counts is computed from sums of values times counts, and of counts."""
     value, count = float(comm.rank + 1), comm.rank + 1
     total, counts = comm.all_reduce(torch.tensor([value * count, count], dtype=torch.float64)).tolist()
@@ -228,7 +228,7 @@ def test_flashlight_sync_meter(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2)
-def test_flashlight_example_trains_a_perceptron(comm: Communicator, directory: Path) -> None:
+def test_flashlights_example_trains_a_perceptron(comm: Communicator, directory: Path) -> None:
     """10 to 100 to 1, momentum 0.9, each rank trains on half of the samples: the whole loss falls to a twentieth."""
     generator = torch.Generator().manual_seed(5)
     module = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 1))

@@ -22,7 +22,7 @@ from statexchange.errors import InvalidArgumentError, MissingExtraError, Unsuppo
 
 
 @on_ranks(1, 2)
-def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicator, directory: Path) -> None:
+def test_an_initialized_backend_is_returned_as_by_lux(comm: Communicator, directory: Path) -> None:
     with defaults.use(comm):
         assert sx.is_initialized()
         assert sx.init() is comm  # idempotent
@@ -36,21 +36,21 @@ def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicat
         sx.shutdown()
 
 
-def test_lux_nccl_backend_without_its_extension() -> None:
+def test_nccl_without_its_extension_is_a_named_error_as_in_lux() -> None:
     kinds = (MissingExtraError, UnsupportedError)  # as torch is built for CUDA or not
     with pytest.raises(kinds, match="CUDA build"), defaults.use(None):
         sx.init("nccl")
 
 
 @on_ranks(1, 3)
-def test_lux_local_rank_and_total_workers(comm: Communicator, directory: Path) -> None:
+def test_local_rank_and_total_workers_are_those_of_lux(comm: Communicator, directory: Path) -> None:
     assert 0 <= comm.rank < comm.world_size == sx.get_world_size()
     assert sx.get_rank() == comm.rank  # Lux's local_rank is the world rank
     assert 0 <= comm.local_rank < comm.local_world_size
 
 
 @on_ranks(1, 2, 3)
-def test_lux_bcast(comm: Communicator, directory: Path) -> None:
+def test_a_broadcast_gives_the_values_of_luxs_bcast(comm: Communicator, directory: Path) -> None:
     for root in {0, comm.world_size - 1}:
         value = filled(comm.rank == root)
         out = filled(7.0)
@@ -64,7 +64,7 @@ def test_lux_bcast(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_lux_reduce(comm: Communicator, directory: Path) -> None:
+def test_a_reduce_gives_the_values_of_luxs_reduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n * (n + 1) / 2), ("avg", (n + 1) / 2)):
         for root in {0, n - 1}:
@@ -77,7 +77,7 @@ def test_lux_reduce(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_lux_allreduce(comm: Communicator, directory: Path) -> None:
+def test_an_all_reduce_gives_the_values_of_luxs_allreduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n * (n + 1) / 2), ("avg", (n + 1) / 2)):
         given, out = filled(comm.rank + 1), filled(7.0)
@@ -89,7 +89,7 @@ def test_lux_allreduce(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2)
-def test_lux_op_argument_and_avg(comm: Communicator, directory: Path) -> None:
+def test_the_operations_of_lux_and_avg_give_its_values(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     maximum = torch.distributed.ReduceOp.MAX
     cases = (("max", n), ("min", 1), ("prod", math.factorial(n)), ("sum", n * (n + 1) / 2), (maximum, n))
@@ -102,7 +102,7 @@ def test_lux_op_argument_and_avg(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(2)
-def test_lux_arrays_on_the_host_of_any_kind(comm: Communicator, directory: Path) -> None:
+def test_arrays_of_any_kind_are_reduced_on_the_host_as_by_lux(comm: Communicator, directory: Path) -> None:
     """CPU arrays work on every backend; Lux's NCCLBackend sends them over MPI."""
     array = np.full((3, 4), comm.rank + 1.0)
     n = comm.world_size
@@ -116,7 +116,7 @@ class Nested(NamedTuple):
 
 
 @on_ranks(1, 3)
-def test_lux_synchronize(comm: Communicator, directory: Path) -> None:
+def test_nested_state_is_synchronized_as_by_lux(comm: Communicator, directory: Path) -> None:
     def value() -> torch.Tensor:
         return torch.full((2, 3), float(comm.rank == 0))
 
@@ -153,7 +153,7 @@ def leaves_of(tree: Any) -> Iterator[torch.Tensor]:
 
 
 @on_ranks(1, 2, 3)
-def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
+def test_an_optimizer_steps_as_luxs_distributed_optimizer(comm: Communicator, directory: Path) -> None:
     plain = [nn.Parameter(filled(0, 4)) for _ in range(2)]
     ours = [nn.Parameter(filled(0, 4)) for _ in range(2)]
     inner = torch.optim.Adam(ours, lr=1e-3)
@@ -178,7 +178,7 @@ def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_lux_distributed_data_container(comm: Communicator, directory: Path) -> None:
+def test_data_have_the_parts_of_luxs_distributed_data_container(comm: Communicator, directory: Path) -> None:
     n, data = comm.world_size, torch.arange(10.0)
     part = sx.train.DistributedDataContainer(data)
     chunk = -(-10 // n)
@@ -193,7 +193,7 @@ def test_lux_distributed_data_container(comm: Communicator, directory: Path) -> 
 
 
 @on_ranks(1, 2, 3)
-def test_fluxmpi_differences(comm: Communicator, directory: Path) -> None:
+def test_what_fluxmpi_does_unlike_lux_has_an_equivalent(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n), ("prod", 1)):
         buffer = filled(1, 4)
@@ -215,7 +215,7 @@ def test_fluxmpi_differences(comm: Communicator, directory: Path) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_flux_differences(comm: Communicator, directory: Path) -> None:
+def test_what_flux_does_unlike_lux_has_an_equivalent(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     integers = torch.full((4,), comm.rank + 1)
     comm.reduce(integers)

@@ -19,7 +19,7 @@ from statexchange.errors import NotFoundError
 
 
 @on_ranks(1, 3)
-def test_modelopt_nfs_workspace(comm: Communicator, directory: Path) -> None:
+def test_a_workspace_is_written_and_read_as_by_modelopt(comm: Communicator, directory: Path) -> None:
     nothing = sx.NFSWorkspace(None)
     assert not nothing.is_initialized
     with pytest.raises(ValueError, match="not initialized"):
@@ -48,7 +48,7 @@ def workspace_if_needed(comm: Communicator, directory: Path) -> dict[str, Any]:
 
 
 @on_ranks(3)
-def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> None:
+def test_tensors_of_ranks_arrive_as_by_modelopts_get_tensors_parallel(comm: Communicator, directory: Path) -> None:
     ranks = [2, 0, 1]  # the first of these, not the lowest, gets the list
     ours = torch.full((2 + comm.rank, 3), comm.rank + 1.0, dtype=torch.bfloat16)
     for where in (workspace_if_needed(comm, directory), {"workspace_path": directory / "nfs"}):
@@ -71,7 +71,7 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
 
 
 @on_ranks(3)
-def test_modelopt_get_tensors_parallel_when_the_block_raises(comm: Communicator, directory: Path) -> None:
+def test_a_block_that_raises_ends_get_tensors_parallel_on_all_ranks(comm: Communicator, directory: Path) -> None:
     with (
         pytest.raises(KeyError if comm.rank == 0 else sx.errors.PeerError, match="mine"),  # in ModelOpt the peers hang
         sx.get_tensors_parallel(torch.ones(3), [0, 1, 2], **workspace_if_needed(comm, directory)),
@@ -90,7 +90,7 @@ class LinearConfig:
 
 
 @on_ranks(3)
-def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> None:
+def test_configs_of_ranks_arrive_as_by_modelopts_get_configs_parallel(comm: Communicator, directory: Path) -> None:
     where = workspace_if_needed(comm, directory)
     ours = LinearConfig(torch.full((2, 3), comm.rank + 1.0), None, ["a", str(comm.rank)])
     for absent in range(4):  # None keeps its place; ModelOpt drops it
@@ -117,7 +117,7 @@ def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> N
 
 
 @on_ranks(1, 3)
-def test_modelopt_helpers_size_rank_barrier_broadcast_allgather(comm: Communicator, directory: Path) -> None:
+def test_modelopts_helpers_have_equivalents_of_the_same_values(comm: Communicator, directory: Path) -> None:
     assert (sx.get_rank(), sx.get_world_size()) == (comm.rank, comm.world_size)
     comm.barrier()
     group = comm.new_group([comm.rank])
@@ -129,7 +129,7 @@ def test_modelopt_helpers_size_rank_barrier_broadcast_allgather(comm: Communicat
 
 
 @on_ranks(4)
-def test_modelopt_pipeline_then_tensor_parallel(comm: Communicator, directory: Path) -> None:
+def test_stages_of_unequal_depth_are_gathered_whole_unlike_by_modelopt(comm: Communicator, directory: Path) -> None:
     """TP 2 x PP 2: ranks [0, 2] and [1, 3] are the stages, of unequal depth; ModelOpt's zip truncates them."""
     where = workspace_if_needed(comm, directory)
     stage, part = divmod(comm.rank, 2)

@@ -242,7 +242,7 @@ def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
 
 def test_an_enum_that_a_rank_does_not_know_is_an_error_on_all() -> None:
     errors = raised_on_all(lambda: synchronize({"mode": Other.ONE if rank_and_size()[0] == 0 else None}))
-    assert "root holds a test_synchronize.Other, which this rank does not know" in str(errors[0])
+    assert "root holds a test_synchronize_differences.Other, which this rank does not know" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
 
 

@@ -124,7 +124,7 @@ def test_state_of_a_type_that_a_rank_does_not_know_is_an_error_on_all() -> None:
         synchronize({"x": optimizer})
 
     errors = raised_on_all(body)
-    assert "test_synchronize.Mode, which this rank does not know: give it to register_config" in str(errors[0])
+    assert "synchronized_state.Mode, which this rank does not know: give it to register_config" in str(errors[0])
     assert [error.name for error in errors] == ["x", "x"]
 
 
