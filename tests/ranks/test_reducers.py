@@ -53,7 +53,7 @@ def test_an_inline_reducer_averages_at_once_as_flashlights(world_size: int) -> N
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_coalescing_reducer_averages_together_as_flashlights(world_size: int, async_op: bool, contiguous: bool) -> None:
+def test_a_coalescing_reducer_averages_as_flashlights(world_size: int, async_op: bool, contiguous: bool) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         n = comm.world_size
