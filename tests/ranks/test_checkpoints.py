@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_jobs import save_steps, state_of, value_in
-from step_saves import entries
+from stored import entries
 from sweeps import slow
 
 import statexchange as sx

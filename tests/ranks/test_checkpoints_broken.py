@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_jobs import save_steps, state_of, value_in
-from step_saves import entries
+from stored import entries
 
 import statexchange as sx
 from statexchange.checkpoint.prune import prune_saves

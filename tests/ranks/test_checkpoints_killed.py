@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from forked_jobs import ForkedJobs
-from step_saves import entries
+from stored import entries
 from sweeps import slow, some
 
 import statexchange as sx

@@ -13,7 +13,7 @@ import pytest
 from checkpoint_jobs import load_rows, save_rows, state_of
 from scripts import HOME, warm_command
 from starting import THREADS_AND_PROCESSES
-from step_saves import entries
+from stored import entries
 from sweeps import slow
 
 import statexchange as sx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-__all__ = ["COMMAND_LINES", "NEEDED", "Lines"]
+__all__ = ["COMMAND_LINES", "NEEDED", "SHARED", "Lines"]
 
 OF_BYTES = r"\S+ [kM]?B of \S+ MB \(\d+%\)  \S+ [kM]B/s  \S+ (s|min \d\d s) left"
 
@@ -177,3 +177,6 @@ COMMAND_LINES = {
         },
     ),
 }
+
+SHARED = [lines.shared.split() for name, lines in COMMAND_LINES.items() if name != "demo"]
+"""One line of each command but `demo`, whose output varies."""

@@ -1,4 +1,4 @@
-"""Sources and shells for tests of the command line."""
+"""Tensors of ranks, and command lines as processes, for tests of the command line."""
 
 import subprocess
 from collections.abc import Sequence

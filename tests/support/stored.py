@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,3 +83,13 @@ def contents_of(root: Path) -> dict[str, bytes | None]:
         else:
             found[name] = path.read_bytes() if path.is_file() else None
     return found
+
+
+def entries(path: Path) -> list[str]:
+    """Return the names in a directory, sorted."""
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def copied(sample: str, tmp_path: Path) -> Path:
+    """Return a copy of a sample of `DATA`, which a test may change."""
+    return Path(shutil.copytree(DATA / sample, tmp_path / "copy"))

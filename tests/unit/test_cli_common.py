@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from archives import unpack
+from command_lines import SHARED
 from commands import CommandLine, command_environment
-from common_commands import SHARED
 from stored import DATA, flip_bit, write_raw
 from warm_python import warm_python
 

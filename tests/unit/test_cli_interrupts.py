@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_lines import COMMAND_LINES
+from command_lines import COMMAND_LINES, SHARED
 from commands import command_environment
-from common_commands import SHARED
 from scripts import warm_program
 from stored import flip_bit
 from sweeps import slow

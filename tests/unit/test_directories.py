@@ -8,9 +8,8 @@ import pytest
 import torch
 from commands import CommandLine
 from equality import assert_same
-from framework_samples import copied
 from safetensors.torch import load_file
-from stored import DATA
+from stored import DATA, copied
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
