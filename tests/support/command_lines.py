@@ -14,7 +14,7 @@ class Lines:
     """The command lines of a command, by the test that runs them.
 
     Attributes:
-        shared: what all commands have in common: `test_cli_common.py`, in the directory `made`.
+        shared: what all commands have in common: `test_cli_common.py`, in the directory that `make_sources` writes.
         golden: text on terminals of two widths, by the names of the golden files: `test_golden.py`, in the directory
             that `build` writes.
         json: JSON by the schema docs/schemas/COMMAND.json, separated by `|`; each option is in a line:

@@ -1,10 +1,12 @@
 """Directories of a job's saves for tests of commands."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,22 @@ class Paused:
         if self.process.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@contextlib.contextmanager
+def pausing(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
+    """Yield a function that starts a paused process; kill all of them in the end."""
+    started: list[Paused] = []
+
+    def start(step: int, doing: str) -> Paused:
+        started.append(Paused(saved, step, doing))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        assert one.process.stdout is not None
+        one.process.stdout.close()
 
 
 def move_owner_to_another_host(saved: Path) -> None:

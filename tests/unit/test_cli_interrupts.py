@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,34 +9,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from command_lines import COMMAND_LINES, SHARED
 from commands import command_environment
+from common_sources import make_sources
 from scripts import warm_program
-from stored import flip_bit
 from sweeps import slow
 from warm_python import warm_python
-
-import statexchange as sx
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with checkpoints: one that is whole, one of other names, one with a flipped bit, and saves."""
+    """Return the directory of `make_sources`."""
     root = tmp_path_factory.mktemp("made")
-    state = {f"layers.{n}.{part}.weight": np.full((4, 3), n, np.float32) for n in range(3) for part in ("up", "down")}
-    sx.export_checkpoint({**state, "norm.weight": np.ones(3, np.float32)}, root / "whole")
-    sx.export_checkpoint({"other.weight": np.ones(2, np.float32)}, root / "other")
-    sx.export_checkpoint(state, root / "flipped")
-    (root / "bare").mkdir()
-    shutil.copy(root / "whole/model.safetensors", root / "bare")
-    saves = sx.Checkpoints(root / "saves", keep=None)
-    for step in (1, 2):
-        saves.save({"w": np.ones(3, np.float32)}, step)
-    flip_bit(root / "flipped" / "model.safetensors", -1)
+    make_sources(root)
     return root
 
 

@@ -19,6 +19,7 @@ from command_saves import (
     folder,
     hidden_in,
     move_owner_to_another_host,
+    pausing,
     rank_file,
     save_steps,
     size_of,
@@ -55,17 +56,8 @@ def steps_in(path: Path) -> list[int]:
 
 @pytest.fixture
 def paused(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
-    started: list[Paused] = []
-
-    def start(step: int, doing: str) -> Paused:
-        started.append(Paused(saved, step, doing))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        assert one.process.stdout is not None
-        one.process.stdout.close()
+    with pausing(saved) as start:
+        yield start
 
 
 # prune

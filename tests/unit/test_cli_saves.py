@@ -24,6 +24,7 @@ from command_saves import (
     local_time,
     manifest,
     move_owner_to_another_host,
+    pausing,
     rank_file,
     save_steps,
     size_of,
@@ -57,17 +58,8 @@ def saved(saved_once: Path, tmp_path: Path, plain_environment: None) -> Path:
 
 @pytest.fixture
 def paused(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
-    started: list[Paused] = []
-
-    def start(step: int, doing: str) -> Paused:
-        started.append(Paused(saved, step, doing))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        assert one.process.stdout is not None
-        one.process.stdout.close()
+    with pausing(saved) as start:
+        yield start
 
 
 # ls
