@@ -53,7 +53,7 @@ settings.load_profile("statexchange")
 
 
 # The fork server of `run_ranks`, and its ranks under mpiexec, are themselves forked from a process with torch. The
-# launcher's own tests, in test_testing.py, also start scripts of their own, with new interpreters. Open MPI, whose
+# launcher's own tests, in test_testing*.py, also start scripts of their own, with new interpreters. Open MPI, whose
 # program is prterun, knows its ranks by their process ids.
 _new_fork_server = worlds._fork_server
 
@@ -152,6 +152,21 @@ def _worker(config: pytest.Config) -> tuple[int, int]:
     """Return the number of this worker and how many there are; without workers 0 of 1."""
     given: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
     return int(given["workerid"].removeprefix("gw")), given["workercount"]
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values."""
+    is_shown = isinstance(val, dict | list | tuple) or type(val).__name__ == "dtype"
+    return repr(val)[:60] if is_shown and _is_plain(val) else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether all workers write a value alike: objects may have an address in their text, and sets another order."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bytes | int | float) or type(value).__name__ == "dtype"
 
 
 @pytest.hookimpl(wrapper=True)

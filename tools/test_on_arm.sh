@@ -57,9 +57,9 @@ if [ ! -d "$site" ]; then
 fi
 "$bin/python" -c 'import numpy, platform; print(f"Python {platform.python_version()} on {platform.machine()}, numpy {numpy.__version__}")'
 tests=(
-    tests/unit/test_cli.py tests/unit/test_flat_runs.py tests/unit/test_regions.py tests/unit/test_show.py
-    tests/unit/test_small_files.py tests/unit/test_version_0_1.py tests/unit/test_without_linux.py
-    tests/unit/test_workspace.py
+    tests/unit/test_cli.py tests/unit/test_cli_errors.py tests/unit/test_cli_failures.py tests/unit/test_cli_merge.py
+    tests/unit/test_flat_runs.py tests/unit/test_regions.py tests/unit/test_show*.py tests/unit/test_small_files.py
+    tests/unit/test_version_0_1.py tests/unit/test_without_linux.py tests/unit/test_workspace*.py
 )
 # There is no torch. qemu keeps what is made below /proc, and tells a process another start time of itself than others
 # read, so that tests of processes which find each other killed cannot be run.

@@ -15,5 +15,5 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PATH=$work/venv/bin:$PATH
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 python -c "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])" | tee "$work/version"
 grep -q "Open MPI" "$work/version"
-python -m pytest -n 0 -m "slow or not slow" -k "mpi or local_rank_is" tests/ranks/test_comm.py tests/ranks/test_backends.py \
-  tests/ranks/test_failing_peers.py tests/ranks/test_conformance.py tests/ranks/test_matrix.py tests/ranks/test_init.py "$@"
+python -m pytest -n 0 -m "slow or not slow" -k "mpi or local_rank_is" tests/ranks/test_comm*.py tests/ranks/test_backends.py \
+  tests/ranks/test_failing_peers.py tests/ranks/test_conformance.py tests/ranks/test_matrix.py tests/ranks/test_init*.py "$@"

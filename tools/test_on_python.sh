@@ -29,13 +29,13 @@ unset PYTHONDONTWRITEBYTECODE
 "$work/venv/bin/python" -m compileall -q "$work"/venv/lib/python*/site-packages/statexchange
 tests=(
     tests/unit/test_cgroups.py tests/unit/test_dependencies.py tests/unit/test_docs.py tests/unit/test_errors.py
-    tests/unit/test_pictures.py tests/unit/test_regions.py tests/unit/test_version_0_1.py tests/unit/test_workspace.py
+    tests/unit/test_pictures.py tests/unit/test_regions.py tests/unit/test_version_0_1.py tests/unit/test_workspace*.py
     tests/ranks/test_pages.py
 )
 # Without torch: no tests that read tensors of ranks, which become torch's. cli.md: older click prints usage differently.
 left_out="not workspaces.md and not a_ranks_file and not cli.md"
 if [ -n "$extra" ]; then
-    tests+=(tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
+    tests+=(tests/unit/test_sources.py tests/ranks/test_gather*.py tests/ranks/test_readme.py)
     left_out="not cli.md"
 fi
 unset PYTHONPATH # it may name another checkout

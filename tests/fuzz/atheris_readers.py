@@ -158,7 +158,8 @@ def _fuzz(target: str, seed: int, arguments: list[str]) -> NoReturn:
             raise TimeoutError(f"it took {time.process_time() - began:.1f} s of processor time")
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-        from mutate import mutated_json, mutated_pickle
+        from mutate import mutated_pickle
+        from mutate_json import mutated_json
 
         chance.seed(seed)
         if chance.random() < 0.5:
@@ -417,7 +418,7 @@ def _zip(pickled: bytes) -> bytes:
 
 
 def _with_own_digest(text: bytes) -> bytes:
-    from mutate import with_own_digest
+    from mutate_json import with_own_digest
 
     return with_own_digest(text.decode(errors="replace")).encode("utf-8", "surrogatepass")
 

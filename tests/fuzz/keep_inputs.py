@@ -1,6 +1,6 @@
 """A plugin of pytest that keeps the files which tests write as first inputs of `atheris_readers.py`.
 
-    PYTHONPATH=tests/fuzz FUZZ_CORPUS=corpus pytest -p keep_inputs -n 0 tests/unit tests/ranks/test_torch_file.py
+    PYTHONPATH=tests/fuzz FUZZ_CORPUS=corpus pytest -p keep_inputs -n 0 tests/unit tests/ranks/test_torch_file*.py
 
 What the suite covers is then where the search begins. Inputs go to the directories pickle, header and manifest
 in that of FUZZ_CORPUS, for --corpus; each once, under the digest of its bytes.

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mutate import mutated_json, mutated_pickle
+from mutate import mutated_pickle
+from mutate_json import mutated_json
 from pickled import pairs
 from sweeps import slow
 from warm_python import warm_python

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from disk_stores import use_object_stores
 from equality import assert_same, load_directory
-from publishing import use_object_stores
 from safetensors.torch import load_file
 from sweeps import slow
 from two_hosts import report, two_hosts

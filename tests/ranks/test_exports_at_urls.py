@@ -12,9 +12,9 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from disk_stores import names_at, use_object_stores
 from equality import assert_same
 from forked_jobs import ForkedJobs
-from publishing import names_at, use_object_stores
 from safetensors.torch import load_file
 from starting import launched_communicator
 from sweeps import slow, some, steps
@@ -166,7 +166,7 @@ def test_a_full_temporary_directory_is_named_on_all_ranks(s3: str, tmp_path: Pat
 PROGRAM = """
 import fsspec, os, torch
 import statexchange as sx
-from publishing import import_s3, use_object_stores
+from disk_stores import import_s3, use_object_stores
 
 use_object_stores()
 if "AWS_ENDPOINT_URL" in os.environ:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from test_state_matrix import CALLS, KINDS, outcome, table
+from state_kinds import CALLS, KINDS, outcome, table
 from torch import nn
 
 import statexchange as sx

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import job_values
 import pytest
 import random_jobs
 import torch
@@ -113,7 +114,7 @@ def checks_save(case: Case, path: Path) -> None:
         job.wrapper = ""
         with BUILDING:
             built = random_jobs.build(job, case.seed)
-        state["job"], expected = built.state, random_jobs.plain(random_jobs.atoms(built.state, built))
+        state["job"], expected = built.state, job_values.plain(job_values.atoms(built.state, built))
     save = partial(sx.save_checkpoint, state, path / "saved", layout=case.layout(in_state))
     if "reduced" in cuts:  # a save keeps tensors as they are
         return refuses(InvalidArgumentError, save)
@@ -140,7 +141,7 @@ def checks_save(case: Case, path: Path) -> None:
     loaded = dict(_flat(fresh["tensors"]))
     assert_same(loaded, {name: cut.parts[case.rank] for name, cut in again.items()})
     if job is not None:
-        loaded_atoms = random_jobs.plain(random_jobs.atoms(other.state, other))
+        loaded_atoms = job_values.plain(job_values.atoms(other.state, other))
         assert loaded_atoms == expected, {*loaded_atoms.items()} ^ {*expected.items()}
     return None
 

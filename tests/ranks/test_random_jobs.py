@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_jobs import Case, Job, atoms, build, draw, live_job, plain, root_of, save, without_objects
+from job_models import Job
+from job_values import atoms, plain
+from random_jobs import Case, build, draw, live_job, root_of, save, without_objects
 
 import statexchange as sx
 

@@ -35,7 +35,7 @@ def batches_of(comm: Communicator) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_flashlights_inline_reducer(world_size: int) -> None:
+def test_an_inline_reducer_averages_at_once_as_flashlights(world_size: int) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         tensor = filled(10, comm.rank)
@@ -53,7 +53,7 @@ def test_flashlights_inline_reducer(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_flashlights_coalescing_reducer(world_size: int, async_op: bool, contiguous: bool) -> None:
+def test_a_coalescing_reducer_averages_as_flashlights(world_size: int, async_op: bool, contiguous: bool) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         n = comm.world_size
@@ -73,7 +73,7 @@ def test_flashlights_coalescing_reducer(world_size: int, async_op: bool, contigu
     assert all(run_ranks(work, world_size))
 
 
-def test_the_default_cache_of_20_mib() -> None:
+def test_nothing_is_sent_before_the_default_cache_of_20_mib_is_full() -> None:
     def work() -> tuple[Any, ...]:
         comm = sx.get_communicator()
         batches = batches_of(comm)
@@ -105,7 +105,7 @@ THRESHOLD_CASES = [
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [c[1:] for c in THRESHOLD_CASES], ids=[c[0] for c in THRESHOLD_CASES])
-def test_the_threshold_rule(sizes: list[int], expected: list[list[int]]) -> None:
+def test_tensors_are_sent_together_once_they_reach_the_threshold(sizes: list[int], expected: list[list[int]]) -> None:
     def work() -> tuple[Any, bool]:
         comm = sx.get_communicator()
         batches = batches_of(comm)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import failure_detectors
 import pytest
 from failure_detectors import HOSTS, RANKS, detectors, failure_of, until
 
@@ -20,6 +21,8 @@ from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.monitor import UNWATCHED
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StallError
+
+SUPPORT = os.path.dirname(failure_detectors.__file__)
 
 
 @pytest.mark.parametrize("reporter", range(RANKS))
@@ -171,7 +174,7 @@ def test_closed_detectors_leave_no_threads_or_sockets() -> None:
 
 PROCESS = """
 import json, os, sys, time
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {support!r})
 from failure_detectors import HOSTS, Bootstrap, ByteExchange, failure_of
 from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.topology import Topology
@@ -210,7 +213,7 @@ class Job:
                 [
                     sys.executable,
                     "-c",
-                    PROCESS.format(tests=os.path.dirname(__file__), rank=rank, nodes=nodes, body=body, cycles=cycles),
+                    PROCESS.format(support=SUPPORT, rank=rank, nodes=nodes, body=body, cycles=cycles),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

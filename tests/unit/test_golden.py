@@ -34,7 +34,7 @@ from statexchange.testing import run_ranks
 GOLDEN = Path(__file__).parents[1] / "data/golden"
 HOME = os.fspath(Path(sx.__file__).parents[1])
 WIDTHS = (80, 200)
-# As in tests/commands.py, which this file cannot import where it runs as a script.
+# As in tests/support/commands.py, which this file cannot import where it runs as a script.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 OTHER_VARIABLES = ("NO_COLOR", "COLUMNS", "LINES")  # of the terminal that the tests run in
 COMMANDS = {

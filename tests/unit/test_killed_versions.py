@@ -13,8 +13,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from disk_stores import use_object_stores
 from forked_jobs import ForkedJobs
-from publishing import use_object_stores
 from sweeps import slow, some
 
 import statexchange as sx
@@ -24,7 +24,7 @@ PROGRAM = """
 import os
 import torch
 import statexchange as sx
-from publishing import import_s3, use_object_stores
+from disk_stores import import_s3, use_object_stores
 from statexchange.checkpoint import version_retention
 
 version_retention.GRACE_S = 0.0

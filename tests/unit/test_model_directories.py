@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_directories import ROWS, Row, run
+from model_directories import run
+from model_rows import ROWS, Row
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))

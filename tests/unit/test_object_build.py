@@ -13,13 +13,13 @@ import fsspec
 import publishing
 import pytest
 import torch
+from disk_stores import names_at
 from objects import TENSORS, objects
 from publishing import (
     OTHER_HOST,
     begin,
     build,
     ended_owner,
-    names_at,
     plan_of,
     provenance_of,
     publish,

@@ -23,6 +23,7 @@ MOST_IMPORTS = 14
 MOST_CODE_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_PARAMETERS = 8
+MOST_LINES_OF_TESTS = 500
 STORY_PACKAGES = ("state", "exchange")
 
 
@@ -191,3 +192,10 @@ def test_a_module_of_a_story_is_small(name: str) -> None:
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         is_door = node.name in statexchange.__all__ or id(node) in doors
         assert len(parameters) <= MOST_PARAMETERS or is_door, f"{node.name} has many parameters"
+
+
+def test_a_file_of_tests_answers_one_question_in_few_lines() -> None:
+    tests = Path(__file__).parents[1]
+    lengths = {path.relative_to(tests).as_posix(): len(path.read_text().splitlines()) for path in tests.rglob("*.py")}
+    longer = {name: length for name, length in lengths.items() if length > MOST_LINES_OF_TESTS}
+    assert not longer, f"split them by the questions that they answer: {longer}"

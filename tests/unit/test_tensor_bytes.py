@@ -25,7 +25,7 @@ def test_the_bytes_are_the_memory_of_the_tensor(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_each_dtype_and_kind_of_tensor(dtype: torch.dtype) -> None:
+def test_the_bytes_of_each_dtype_and_kind_of_tensor_are_those_of_torch(dtype: torch.dtype) -> None:
     plain = torch.arange(6).reshape(2, 3).to(dtype)
     expected = bytes(plain.view(torch.uint8).flatten().tolist())
     kinds = [plain, torch.nn.Parameter(plain, requires_grad=False), plain[None], plain.as_subclass(Named)]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from commands import CommandLine
+from disk_stores import names_at, use_object_stores
 from fsspec.implementations.memory import MemoryFileSystem
-from publishing import names_at, use_object_stores
 
 import statexchange as sx
 from statexchange.checkpoint import version_retention

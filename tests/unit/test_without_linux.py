@@ -1,4 +1,4 @@
-"""The offline part without what only Linux has, as on macOS: `tests/without_linux.py` takes that away."""
+"""The offline part without what only Linux has, as on macOS: `tests/support/without_linux.py` takes that away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import command_environment
 
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 # A job of one rank without torch, and then the commands on what it leaves: each line that is printed is an outcome.
 SCRIPT = """
@@ -86,7 +86,7 @@ def steady(value: Any) -> Any:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     root = tmp_path_factory.mktemp("outcomes")
-    return run(root / "linux"), run(root / "without", os.fspath(TESTS / "without_linux.py"))
+    return run(root / "linux"), run(root / "without", os.fspath(SUPPORT / "without_linux.py"))
 
 
 def test_every_command_ends_as_on_linux(outcomes: tuple[list[Any], list[Any]]) -> None:
@@ -103,7 +103,7 @@ def test_what_only_linux_has_is_gone(tmp_path: Path) -> None:
         "      os.path.exists('/proc/self/stat'), os.path.exists('/dev/shm'), os.path.exists('/'))\n"
     )
     done = subprocess.run(
-        [sys.executable, os.fspath(TESTS / "without_linux.py"), os.fspath(script)],
+        [sys.executable, os.fspath(SUPPORT / "without_linux.py"), os.fspath(script)],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["darwin", "False", "False", "False", "False", "True"]
