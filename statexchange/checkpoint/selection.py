@@ -99,7 +99,7 @@ def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions
     """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
     files: dict[str, bytes] = {}
     file_notes: tuple[str, ...] = ()
-    if options.files_from != ():  # an empty sequence: copy none
+    if options.files_from not in ((), []):  # an empty sequence: copy none
         files, file_notes = source_files(opened)
     caller_files = read_caller_files(options.files_from)
     source, converted = opened, None

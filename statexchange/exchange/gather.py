@@ -214,7 +214,8 @@ def gather_state(
         On root a tuple of mappings from names to tensors, with attributes `rank` and `shards`.
 
     Raises:
-        InvalidArgumentError: the ranks share no memory and `workspace` is None.
+        InvalidArgumentError: the ranks share no memory and `workspace` is None, or a tensor is called as a box of
+            another one.
         UnsupportedError: a tensor cannot be sent (meta, masked, freed).
         StorageError, StallError, PeerError: as `statexchange.errors` describes.
 
@@ -236,6 +237,9 @@ def gather_state(
             # Several boxes of one tensor have no memory in common: each is sent as a tensor of its own.
             for index, (box, tensor) in enumerate(zip(shard.boxes, local.tensors, strict=True)):
                 name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"
+                if name in tensors:
+                    text = f"this is also what a box of {shard.name!r} is called: rename it"
+                    raise InvalidArgumentError(text, name=name)
                 tensors[name] = tensor
                 shards.append(Shard(name, shard.dtype, shard.global_shape, (box,)))
     message = encode(tuple(shards), tuple[Shard, ...])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from statexchange.errors import NotFoundError
 from statexchange.messages import Shared, encoded
 from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
 from statexchange.sharding.rules import REDUCTIONS
@@ -141,6 +142,9 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         plan: the plan.
         nodes: the host number of each rank.
         sees: whether each rank sees the directory.
+
+    Raises:
+        NotFoundError: on no host all ranks see the directory.
     """
     import numpy as np
 
@@ -150,6 +154,10 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         if not sees_it:
             # All ranks of a host write its files in place.
             candidates.discard(node)
+    if not candidates:
+        rank = list(sees).index(False)
+        text = "on each host a rank does not see the directory that rank 0 has made beside the target"
+        raise NotFoundError(f"{text}: all ranks of a host must see the same file system", rank=rank)
     tensors_of: list[list[tuple[Pieces, int]]] = [[] for _ in plan.files]
     for tensor in plan.tensors:
         tensors_of[tensor.file].append((tensor.pieces, ITEMSIZE[tensor.dtype]))

@@ -285,3 +285,10 @@ def test_a_models_tp_plan_is_a_layout_for_live_ranks(tmp_path: Path) -> None:
         assert report.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
         assert are_same(load_directory(tmp_path / f"out{tied}"), expected)
         sx.get_communicator().barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_that_is_called_as_a_box_of_another_is_not_gathered() -> None:
+    state = {"w": Chunked.of(sx.get_communicator().rank, torch.ones(2, 3)), "w#0": torch.zeros(1)}
+    with pytest.raises(sx.errors.InvalidArgumentError, match="rename it"), sx.gather_state(state):
+        pass

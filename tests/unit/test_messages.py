@@ -227,6 +227,9 @@ def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
     plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, compares=True)
     assert assign_hosts(plan, [0, 0, 1], [True] * 3) == [1, 0]
     assert assign_hosts(plan, [0, 0, 1], [True, True, False]) == [0, 0]
+    with pytest.raises(sx.errors.NotFoundError, match="file system") as caught:
+        assign_hosts(plan, [0, 0, 1], [True, False, False])
+    assert caught.value.rank == 1
 
 
 def test_options_that_differ_are_named_with_both_values() -> None:

@@ -68,8 +68,9 @@ def test_small_directories_come_along(tmp_path: Path, call: CommandLine) -> None
     # A published directory is a source itself, and may be replaced.
     assert sx.merge_checkpoint(tmp_path / "out", tmp_path / "again").notes == ()
     assert files_below(tmp_path / "again") == EXPECTED
-    sx.merge_checkpoint(source, tmp_path / "again", overwrite=True, files_from=())
-    assert files_below(tmp_path / "again") == {"model.safetensors", "statexchange.json"}
+    for none in ((), []):
+        sx.merge_checkpoint(source, tmp_path / "again", overwrite=True, files_from=none)
+        assert files_below(tmp_path / "again") == {"model.safetensors", "statexchange.json"}
 
 
 def test_directories_of_files_from_come_along(tmp_path: Path) -> None:
