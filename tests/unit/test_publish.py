@@ -35,7 +35,9 @@ from system_calls import in_pairs, strace, system_calls
 import statexchange as sx
 from statexchange.errors import CorruptError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
+from statexchange.storage import files
 from statexchange.storage.publish import open_build
+from statexchange.storage.publish.directory_build import check_target
 
 PUBLISHER = f"""
 import json, sys
@@ -444,3 +446,14 @@ def test_publishing_leaves_no_descriptor_open(place: Path) -> None:
     with begin(place / "out", 4, overwrite=True) as publication:
         build(publication, 4)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_target_that_is_replaced_while_it_is_checked_is_refused(place: Path) -> None:
+    publish(place / "out", 1)
+
+    def replaces_it(_: object) -> None:
+        (place / "out").rename(place / "old")
+        publish(place / "out", 2)
+
+    with files.directory(os.fspath(place)) as fd, pytest.raises(TargetExistsError, match="meanwhile"):
+        check_target(os.fspath(place / "out"), fd, replaces_it)
