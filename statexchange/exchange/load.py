@@ -356,7 +356,7 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
     for target in targets:
         stored, local = loaded.tensors.by_name[target.name], target.local
         saved, shard = stored.saved, local.shard
-        if saved.problem is not None:
+        if saved.problem is not None:  # made by `StoredTensors`: files disagree on the tensor
             raise saved.problem
         # Asking torch takes longer than copying a small tensor: only memory that looks odd is asked again.
         for part, memory in zip(local.tensors, local.memory, strict=True):

@@ -193,7 +193,7 @@ class StoredTensors:
         return _StoredTensor(saved, (), None, listed)
 
     def _joined(self, name: str, parts: Sequence[_SavedPart]) -> _StoredTensor:
-        """Return the record of a tensor of several parts, or of one that is not all of it."""
+        """Return the record of a tensor of several parts, or of one part that is not the whole tensor."""
         first = parts[0].tensor.shard
         shape = first.global_shape
         # Of an FSDP2 save each tensor comes here, from all ranks: no calls in this loop.
@@ -214,7 +214,8 @@ class StoredTensors:
         """Return the error for two parts of different dtypes or shapes. It is raised only if the tensor is loaded."""
         first, second = part.tensor.shard, other.tensor.shard
         are_whole = first.is_whole and second.is_whole
-        # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
+        # Ranks may have had plain tensors of different shapes. On the number of ranks that saved them each gets its own
+        # back, and none comes here.
         if are_whole and self.source.world_size not in (None, self._comm.world_size):
             shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
             text = differing_text(shapes, [name], part.label, other.label)

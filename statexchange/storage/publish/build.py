@@ -96,6 +96,7 @@ def owner_state(owner: Owner | None, nonce: str) -> Literal["dead", "alive", "un
         return "alive" if (os.getpid(), nonce) in open_builds else "dead"
     if owner.is_dead:
         return "dead"
+    # Of a process of another host, boot or container nothing can be proved from here.
     return "alive" if owner.is_alive else "unknown"
 
 

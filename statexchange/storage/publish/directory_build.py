@@ -416,7 +416,10 @@ class DirectoryBuild(Build):
         return True
 
     def _clear_leftovers(self, leftovers: Iterable[Leftover], reused_plan: str | None, *, resume: bool) -> None:
-        """Remove the leftovers of dead publishers, or take over a directory of the plan `reused_plan`."""
+        """Remove the leftovers of dead publishers, or take over a directory of the plan `reused_plan`.
+
+        Those of publishers of which nothing is known stay, with a warning, unless the user says `resume`.
+        """
         for leftover in leftovers:
             if leftover.owner is None:
                 continue  # nothing proves whose it is

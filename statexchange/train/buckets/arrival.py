@@ -50,7 +50,7 @@ class Arrival:
         return True
 
     def mark_missing(self, views: Sequence[BucketView]) -> None:
-        """Count these gradients as missing: they became None after they had arrived."""
+        """Count these gradients as missing: their `.grad` is None, since they never arrived or although they had."""
         for view in views:
             self._states[view.index] = 0
 

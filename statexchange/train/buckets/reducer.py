@@ -13,7 +13,8 @@ A round, on every rank:
    gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
    flight. The plan's last bucket is left to `reduce`: no gradients follow that it could overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
-   parameters take part in the same collectives. Steps 2 to 6 are in `averager`.
+   parameters take part in the same collectives. Steps 2 to 6 are in `averager`; the zeros are written by `Bucket.fill`
+   of `views`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients without a bucket get one, in
