@@ -74,7 +74,8 @@ def init(
         backend: how tensors of CPUs move, and how the ranks find each other.
             "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this order,
             else makes a world of one; tensors then go through shared memory where ranks share a host.
-            "shm" requires shared memory. "gloo", "nccl" and "mpi" use that transport alone, "single" a world of one.
+            "shm" requires shared memory. "gloo", "nccl" and "mpi" use that transport alone, "single" a world of one;
+            groups of its ranks, as those of `new_group`, share memory again where they can.
             "gloo" and "nccl" initialise torch.distributed's default group if need be, the others never do. Under MPI
             torch is not needed: without it values, barriers and groups work, and collectives on tensors and arrays
             raise MissingExtraError.
@@ -165,7 +166,7 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
     running = defaults.torch_default_group() if is_torchs or options.rendezvous is None else None
     if options.backend == "auto" and running is not None:
         return defaults.adopted(running, timeout_s, check=check)
-    prefer = {"nccl": "auto", "gloo": "transport", "mpi": "transport"}.get(options.backend, options.backend)
+    prefer = {"auto": "auto", "nccl": "auto", "shm": "shm"}.get(options.backend, "transport")
     if not is_torchs:
         return form_communicator(_bootstrap_backend(options, running, timeout_s), timeout_s, prefer=prefer, check=check)
     bootstrap = _bootstrap_at_store(options, running, timeout_s)

@@ -5,9 +5,12 @@ if it carries messages before there is shared memory, `new_group`: every collect
 `all_gather_bytes` here, which a backend overrides for speed. A backend without `send` and `recv` can only be a
 bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and `tests/conformance` checks it.
 
-Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
-and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
-contiguous.
+Rules for an implementation. It never blocks without polling its `wait`, whose `until` begins the deadline anew: one
+call for each piece of a long message. If a connection ends, it raises a PeerError of rank -1, also if it knows the
+peer: the session then asks the failure monitor why the peer left. A method that raises keeps alive the tensors and
+requests that the transport may still touch. Sends, receives and one collective may run at once, in several threads.
+What holds descriptors is cut off in forked children (`forks`). Tensors arrive prepared by `collectives`:
+one-dimensional and contiguous.
 """
 
 from __future__ import annotations
@@ -100,6 +103,8 @@ class Backend(ABC):
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (others use them)
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
 
+        It may be a bootstrap backend, by which the ranks find each other: who moves tensors asks for its `transport`.
+
         Raises:
             StallError: ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
                 A group that can be made without the others does not wait for them.
@@ -107,7 +112,10 @@ class Backend(ABC):
         raise UnsupportedError(f"the {self.name} backend makes no groups")
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
-        """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
+        """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective.
+
+        Another one also closes this one; if this raises, `form_communicator` closes it.
+        """
         return self
 
     def as_caller(self) -> contextlib.AbstractContextManager[object]:
