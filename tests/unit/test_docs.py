@@ -95,3 +95,11 @@ def test_prose_has_lines_of_at_most_120_characters() -> None:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         lines = [line for line in text.splitlines() if not line.startswith(("|", "![", "    "))]
         assert [line for line in lines if len(line) > 120] == [], page.name
+
+
+def test_the_private_names_in_the_contributing_guide_are_in_the_code() -> None:
+    guide = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(_[a-zA-Z]\w*)`", guide))
+    assert names, "the guide names none"
+    code = "\n".join(path.read_text(encoding="utf-8") for path in Path(statexchange.__file__).parent.rglob("*.py"))
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)] == []
