@@ -118,7 +118,8 @@ SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 KINDS_OF_JOBS = ("save", "workspace", "dcp", "torch")  # whose tensors may be a whole job's state
 KINDS_WITH_KEYS = ("dcp", "deepspeed", "torch")  # whose first keys show the sections of a job's state
-KINDS_BESIDE_CONFIGS = ("torch", "deepspeed", "dcp", "rank files")  # beside which a config of the model may lie
+# A merge copies the config of a model, and its other small files, that lie in the directory of these.
+KINDS_BESIDE_CONFIGS = ("torch", "deepspeed", "dcp", "rank files")
 # Endings of files of weights, also of programs that no format reads: a note names those that lie beside a model and are
 # not read, and none is copied with its small files.
 WEIGHT_SUFFIXES = (
