@@ -227,7 +227,9 @@ def take_even_tensors(metadata: dict[str, Any], is_file_name: Callable[[str], ob
     chunks = {}
     for name, record in described.items():
         if type(name) is str and type(record) is OpaqueObject and record.name == "TensorStorageMetadata":
-            of_tensor = _Chunks.taken_from(record.state, is_refused=is_flat_parameter(name))
+            # Several names of a pickle may have one record: what is taken here, the others still need.
+            described[name] = replace(record, state=copy.copy(record.state))
+            of_tensor = _Chunks.taken_from(described[name].state, is_refused=is_flat_parameter(name))
             if of_tensor is not None:
                 chunks[name] = of_tensor
     entries = _Entries(stored)
@@ -257,7 +259,7 @@ class _Chunks(NamedTuple):
         If no grid has them, or the tensor `is_refused`, they become objects there: then None is returned.
         """
         chunks = state["chunks"]
-        if type(chunks) is not list or not any(map(_is_run, chunks)):
+        if not any(map(_is_run, chunks)):
             return None
         listed = [chunk for chunk in chunks if not _is_run(chunk)]
         runs = [chunk.args[0] for chunk in chunks if _is_run(chunk)]

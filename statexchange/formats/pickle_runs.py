@@ -125,7 +125,9 @@ class _Frames:
         missing = nbytes - len(parts[0])
         while missing > 0 and self._next < self._file.size:
             length = int.from_bytes(self._header[1:], "little")
-            if self._header[:1] != _FRAME or length > self._file.size - self._next:
+            # The pickler ends a frame after 64 KiB, and writes what is longer between frames. A larger frame would be
+            # read into memory at once, and could be a hole of a file that has terabytes but takes no space on disk.
+            if self._header[:1] != _FRAME or length > min(_LAST_WINDOW, self._file.size - self._next):
                 raise IrregularPickleError
             # A frame and the header of the next one in one read. The last frame has none behind it.
             frame = bytearray(min(length + _FRAME_HEADER, self._file.size - self._next))
@@ -215,6 +217,9 @@ class _RunMachine(PickleMachine):
         self._frames = frames
         self.memo = self._memo = _Memo()
         self._forms: dict[str, list[_Form]] = {}
+        # The run above each mark, by the number of marks. It is not on the stack, where the next opcodes could memoize
+        # or change the last record: there they find nothing, and the pickle is refused.
+        self._runs: dict[int, list[OpaqueObject | None]] = {}
         self.texts: dict[str, dict[bytes, int]] = {}
 
     def put(self, number: int) -> None:  # noqa: ARG002 (it overrides)
@@ -246,10 +251,14 @@ class _RunMachine(PickleMachine):
                 continue
             columns = self._take(form)
             if columns is not None:
-                self.stack.append(OpaqueObject(RUN, (columns,)))
+                run = self._runs.setdefault(len(self.outer_stacks), [OpaqueObject(RUN, (columns,))])
                 if ref.name == "MetadataIndex":  # in a dict the run is a key, and SETITEMS takes pairs
-                    self.stack.append(None)
+                    run.append(None)
                 return
+
+    def above_mark(self) -> list[Any]:
+        """Return the items above the last mark, after the run with which they begin."""
+        return [*self._runs.pop(len(self.outer_stacks), ()), *super().above_mark()]
 
     def _forms_of(self, name: str) -> list[_Form]:
         """Return the forms of records that begin with an object of a class; none before one has been read."""
@@ -313,6 +322,9 @@ class _RunMachine(PickleMachine):
         self._memo.end = int(firsts[-1] + memoized[-1])
         numbers = {name: column[:count] for name, column in cursors.numbers.items()}
         for name, texts in cursors.texts.items():
+            # Damage can make a record refer to a text that a later one memoizes: in order it would not be there yet.
+            if (texts.references[:count] >= firsts + texts.memoized[:count]).any():
+                raise IrregularPickleError
             if name == "file":
                 for row in np.flatnonzero(texts.references[:count] < 0).tolist():
                     self._memo[int(firsts[row] + texts.memoized[row])] = _decoded(cursors.text_at(texts, row))
