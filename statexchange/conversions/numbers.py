@@ -78,6 +78,7 @@ class Numbers:
     def __init__(
         self, rules: Mapping[str, NumberRule], convert_with: Mapping[str, int] = {}, configs: Sequence[KnownConfig] = ()
     ) -> None:
+        # A misspelt name would leave the number to a config, or to the shapes, without a word.
         unused = sorted(convert_with.keys() - rules.keys())
         if unused:
             names = ", ".join(rules) or "none"
@@ -117,6 +118,7 @@ class Numbers:
         rule = self._rules.get(name, NumberRule())
         values = []
         for config in self._configs:
+            # transformers and Megatron have different names for a number: the first that a config has counts.
             for key in rule.config:
                 value = _number_in(config.values, key)
                 if value is not None:
@@ -195,6 +197,7 @@ class Numbers:
                 value = 1
             factors.append(value)
         product = math.prod(factors)
+        # "n_heads" alone follows from the size. An expression of several numbers would have to be solved for one.
         if len(unknown) == 1 and _NAME.fullmatch(unknown[0]):
             if product and size and size % product == 0:
                 factors[expressions.index(unknown[0])] = self._solved[unknown[0]] = size // product

@@ -110,6 +110,8 @@ class _Frames:
 
     def __init__(self, file: StoredFile) -> None:
         self._file = file
+        # The file is read from front to back, one frame of some 64 KiB at a time: of an object store each would be a
+        # request.
         file.read_ahead(_LAST_WINDOW)
         start = file.first_bytes(2 + _FRAME_HEADER)
         if start[:1] != b"\x80":
@@ -228,6 +230,7 @@ class _RunMachine(PickleMachine):
 
     def put_next(self) -> None:
         """Memoize the top of the stack under the next number."""
+        # `end` and not the length, which `put_next` of the base takes: runs memoize without an entry here.
         self._memo[self._memo.end] = self.stack[-1]
         self._memo.end += 1
 
@@ -239,10 +242,12 @@ class _RunMachine(PickleMachine):
         start = self._frames.peek(5)
         if start[:1] not in (b"h", b"j"):
             return
+        # BINGET has one byte, LONG_BINGET four.
         number = start[1] if start[:1] == b"h" else int.from_bytes(start[1:], "little")
         ref = self._memo.get(number)
         if type(ref) is not GlobalRef or ref.name not in _FORMS:
             return
+        # An empty list is looked for again: the names of a record's fields are in the memo only after the first record.
         if not self._forms.get(ref.name):
             self._forms[ref.name] = self._forms_of(ref.name)
         for form in self._forms[ref.name]:
@@ -300,6 +305,8 @@ class _RunMachine(PickleMachine):
         data = self._frames.peek(form.window)
         if not data.startswith(form.prefix):
             return 0, False
+        # All records of the window at once, also those that turn out to be none: what is wrong with a cursor ends the
+        # run there.
         cursors = _Cursors(data, form)
         starts = cursors.at.copy()
         for step in form.steps:
@@ -310,13 +317,16 @@ class _RunMachine(PickleMachine):
         if count < (1 if windows else _LEAST_RECORDS):
             return 0, False
         windows.append(self._columns(cursors, count))
+        # Only now the opcodes count as read. What follows is for the machine, or for the next window.
         end = int(cursors.at[count - 1])
         self._frames.read(end)
         form.window = min(2 * form.window, _LAST_WINDOW)
+        # A record may have failed because the window ends in it, and zeros follow: then the next window begins with it.
         return end, count == len(starts) or int(starts[count]) + _PADDING > len(data)
 
     def _columns(self, cursors: _Cursors, count: int) -> Columns:
         """Return the columns of the first records of a window, and count what these memoize."""
+        # A sum that excludes the record itself: the number of the first object that each memoizes.
         memoized = cursors.memoized[:count]
         firsts = self._memo.end + np.cumsum(memoized) - memoized
         self._memo.end = int(firsts[-1] + memoized[-1])
@@ -334,6 +344,7 @@ class _RunMachine(PickleMachine):
 
     def _numbers_of(self, cursors: _Cursors, name: str, texts: _Texts, count: int) -> NDArray[Any]:
         """Return the numbers of the texts of a field; new ones get the next numbers."""
+        # A dict keeps the order in which texts were added: the number of a text is its place.
         known = self.texts.setdefault(name, {})
         references = texts.references[:count]
         numbers = np.empty(count, np.int32)
@@ -345,6 +356,7 @@ class _RunMachine(PickleMachine):
             numbers[inline] = [known[text] for text in slices]
         except KeyError:
             numbers[inline] = [new(text, len(known)) for text in slices]
+        # One look-up for each text, not for each record: many records refer to the name of the same file.
         for reference in np.unique(references[~inline]).tolist():
             text = self._memo[reference]
             if type(text) is not str:
@@ -387,9 +399,11 @@ def _joined(windows: Sequence[Columns]) -> Columns:
     if len(windows) == 1:
         return first
     # One column after another, so that a second copy of all is never there.
-    numbers = {name: np.concatenate([window.numbers.pop(name) for window in windows]) for name in [*first.numbers]}
-    dims = {name: np.concatenate([window.dims.pop(name) for window in windows]) for name in [*first.dims]}
-    sizes = {}
+    numbers, dims, sizes = {}, {}, {}
+    for name in [*first.numbers]:
+        numbers[name] = np.concatenate([window.numbers.pop(name) for window in windows])
+    for name in [*first.dims]:
+        dims[name] = np.concatenate([window.dims.pop(name) for window in windows])
     for name in [*first.sizes]:
         of_windows = [window.sizes.pop(name) for window in windows]
         most = max(column.shape[1] for column in of_windows)
@@ -463,6 +477,7 @@ class _Cursors:
         ends = self.at[:-1]
         follows = ends == starts[1:]
         follows |= (ends + len(separator) == starts[1:]) & self._matches(ends, separator)
+        # A cursor may have moved into the padding, where zeros are no records.
         valid = self.is_valid & (self.at <= len(self.data))
         valid[1:] &= follows
         return len(valid) if valid.all() else int(valid.argmin())
@@ -488,6 +503,8 @@ class _Cursors:
 
     def number(self, name: str) -> None:
         """Move over an integer from 0 on, or None."""
+        # All of these methods move every cursor, also those that are not valid any more: a mask would cost more than it
+        # saves. Padding keeps them inside.
         is_none = self._bytes[self.at] == _NONE
         values, nbytes, is_number = self._integers()
         self.is_valid &= is_number | is_none
@@ -529,6 +546,7 @@ class _Cursors:
             columns.append(np.where(is_inside, values, 0))
             self.at = self.at + np.where(is_inside, nbytes, 0)
             dims += is_inside
+        # The opcode must fit the mark: TUPLE without one would take what lies below on the machine's stack, too.
         self.is_valid &= (self._bytes[self.at] == _TUPLES[dims]) & (is_marked == (dims > 3))
         self.at = self.at + 1
         is_memoized = self._bytes[self.at] == _MEMOIZE  # not the empty tuple, of which Python has one object
@@ -541,6 +559,7 @@ class _Cursors:
 
     def text(self, name: str) -> None:
         """Move over a text that is written here, or a reference to one."""
+        # Texts of 256 bytes and more have another opcode, and are for the machine.
         codes, lengths = self._bytes[self.at], self._bytes[self.at + 1].astype(np.int64)
         is_inline, is_short = codes == _SHORT_TEXT, codes == ord("h")
         references = np.where(is_short, lengths, (self._words[self.at] >> np.uint64(8)).astype(np.int64) & 0xFFFFFFFF)

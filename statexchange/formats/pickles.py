@@ -207,11 +207,13 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
     Ids of visited containers are added to `seen`; containers with ids in `without` are left out. Ids stay valid because
     the pickle's root keeps all values alive.
     """
+    # A list, not recursion: a pickle of some kilobytes can nest deeper than Python recurses.
     waiting = list(values)
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind in _CONTAINER_TYPES:
+            # By id, as equal containers differ, and as a list or a dict has no hash.
             if id(item) in seen or id(item) in without:
                 continue
             seen.add(id(item))
@@ -266,6 +268,8 @@ class PickleMachine:
         (value,) = self.stack
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
+        # Only at the end it is known what is a class: NEWOBJ proves it, perhaps behind the call that had the name as an
+        # argument.
         if self.functions:
             for item in contents(self.call_arguments, self.budget, set()):
                 if type(item) is GlobalRef and item.name in self.functions:
@@ -274,6 +278,7 @@ class PickleMachine:
 
     def refused_opcode(self, code: bytes) -> Exception:
         """Return the error for an opcode that is not read: no pickle has it, or none of torch."""
+        # Looked up only for the message: a file that is no pickle is damage, one with rare opcodes may be an attack.
         if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
@@ -312,6 +317,7 @@ class PickleMachine:
         """
         target: Any = self.stack[-1]
         if type(target) is OpaqueObject and target.is_unknown:
+            # A subclass of list, set or dict fills itself with its own methods: nothing is known of what they would do.
             target.items = [] if target.items is None else target.items
             target.items.extend(items)
         elif type(target) is not kind:
@@ -326,6 +332,7 @@ class PickleMachine:
     def checked_keys(self, keys: list[Any]) -> list[Any]:
         """Return the keys after `check_key`."""
         for key in keys:
+            # Almost all keys are short texts, for which a call would cost more than it counts.
             if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
                 self.check_key(key)
         return keys
@@ -343,11 +350,13 @@ class PickleMachine:
         """Return the GlobalRef of an unknown name; None if the pickle may not use it."""
         if not self.unknown_classes or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
             return None
+        # By the first part, so that a submodule needs no entry of its own.
         if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
             return None
         if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
             return None
         ref = self.classes[module, name] = GlobalRef(f"{module}.{name}")
+        # Refused only if it is called or given to what is: `run` looks for that once all arguments are complete.
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
             self.functions.add(ref.name)
         return ref
@@ -388,6 +397,7 @@ class PickleMachine:
     def check_hash(self, key: Any) -> None:
         """Raise CorruptError for many different keys with one hash, each of which is compared with all others."""
         same_hash = self.by_hash.setdefault(hash(key), [])
+        # A dict compares a new key with all of the same hash, and a tuple item by item.
         self.budget.spend(len(same_hash) * (len(key) if type(key) is tuple else 1))
         if key not in same_hash:
             if len(same_hash) == _MAX_OF_ONE_HASH:
@@ -431,9 +441,11 @@ def _call(machine: PickleMachine, _: None) -> None:
         raise UnsafeError(f"refused: the pickle calls {type_text(callee)}", path=machine.path)
     if callee.name in machine.functions:
         raise machine.unsafe(callee.name)
+    # Kept to the end, as their contents may still grow: a list in them can be filled later.
     machine.call_arguments.append(args)
     if callee.name == "getattr":
         machine.stack.append(machine.attribute(args))
+    # As sizes are compared and hashed as tuples everywhere here.
     elif callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
