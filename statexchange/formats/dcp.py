@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange import values
 from statexchange.errors import (
@@ -22,7 +22,7 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, read_pickle
 from statexchange.formats.source import (
     EvenFiles,
     ShardFile,
@@ -154,7 +154,10 @@ class _Reader:
     @property
     def files(self) -> set[str]:
         """The names of the files that have an entry."""
-        return {*self.entries, *(() if self._even is None else self._even.files)}
+        files = {*self.entries}
+        if self._even is not None:
+            files.update(self._even.files)
+        return files
 
     def read_metadata(self) -> None:
         """Read which tensors there are, and which file has which part of them."""
@@ -191,11 +194,11 @@ class _Reader:
             self.entries.setdefault(_file_name(storage_info.state, name), []).append(entry)
         self._check_stored(path)
 
-    def _read_root(self, path: str) -> Any:
+    def _read_root(self, path: str) -> PickleValue:
         """Read the metadata, without the tensors that are cut evenly if it is large."""
         file = self._store.open(METADATA)
         self._budget = self._store.budget.of(path, file.size)
-        root: Any = None
+        root: PickleValue = None
         if file.size >= _LONG_BYTES:
             from statexchange.formats import dcp_columns, pickle_runs  # late, as they import numpy
 
@@ -213,7 +216,7 @@ class _Reader:
 
     def _check_stored(self, path: str) -> None:
         """Add a problem for each part that the metadata describes but that no file has."""
-        stored = set()
+        stored: set[tuple[str, tuple[int, ...] | None]] = set()
         for entries in self.entries.values():
             stored.update((entry.name, entry.offsets) for entry in entries)
         for name, tensor in self._tensors.items():
@@ -226,20 +229,22 @@ class _Reader:
         """Add all that a file has, or the problem if it is missing or broken."""
         entries = self.entries.get(name, [])
         rank, path = _order(name)[0], self._store.path_of(name)
-        has_even = self._even is not None and name in self._even.files
+        even = self._even
+        if even is not None and name not in even.files:
+            even = None
         names = {entry.name for entry in entries}
-        if self._even is not None and has_even and name not in self._store.listing:  # only then are they looked up
-            names.update(self._even.tensors_in(name))
+        if even is not None and name not in self._store.listing:  # only then are they looked up
+            names.update(even.tensors_in(name))
         try:
             parts_of = format_number(len(names), "tensor")
             missing = f"a file of this checkpoint is missing, with parts of {parts_of}"
             file = open_listed(self._store, name, missing, rank=rank, name=min(names, default=None))
             header = None
-            if self._even is not None and has_even:
+            if even is not None:
                 # Parts of evenly cut tensors are opened when they are read. What would make their bytes wrong or absent
                 # is seen in the columns now.
                 with parsing("not what torch writes", rank=rank, path=path):
-                    self._even.check_places(name, [(at.name, at.begin, at.length) for at in entries], file.size)
+                    even.check_places(name, [(at.name, at.begin, at.length) for at in entries], file.size)
             elif _is_zip(file):
                 _check_apart(entries, rank, path)
             else:
@@ -386,7 +391,7 @@ def _order(file: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _paths(metadata: dict[str, Any], budget: Budget) -> dict[str, Path]:
+def _paths(metadata: dict[str, PickleValue], budget: Budget) -> dict[str, Path]:
     """Return the path of each name for which the planner recorded one; it keeps anything it likes in this place."""
     recorded = metadata.get("planner_data")
     paths: dict[str, Path] = {}
@@ -425,7 +430,7 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
     )
 
 
-def _expect(value: Any, *class_names: str) -> None:
+def _expect(value: object, *class_names: str) -> None:
     """Raise ValueError unless a value of a pickle is an object of one of these classes."""
     if type(value) is not OpaqueObject or value.name not in class_names:
         raise ValueError(f"{describe(value)} in the place of {class_names[0]}")
@@ -447,7 +452,7 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     return _Tensor(name, dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEntry:
+def _stored(name: str, offsets: PickleValue, storage_info: dict[str, PickleValue]) -> _StoredEntry:
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
         raise UnsupportedError(
@@ -458,7 +463,7 @@ def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEnt
     return _StoredEntry(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
 
-def _file_name(storage_info: dict[str, Any], name: str) -> str:
+def _file_name(storage_info: dict[str, PickleValue], name: str) -> str:
     file = storage_info["relative_path"]
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
         raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from statexchange.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
 from statexchange.formats.pickle_runs import RUN, Columns, padded
-from statexchange.formats.pickles import OpaqueObject
+from statexchange.formats.pickles import OpaqueObject, PickleValue
 from statexchange.formats.source import SourceTensor, is_flat_parameter
 from statexchange.formats.torch_archive import dtype_of
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
@@ -139,8 +139,9 @@ class DcpParts:
         Those that have no row are given by name, begin and length.
         """
         at = self._slice(self.files[file])
-        begins = np.concatenate([self._begins[at], np.array([begin for _, begin, _ in listed], np.int64)])
-        ends = begins + np.concatenate([self._lengths[at], np.array([length for *_, length in listed], np.int64)])
+        places = np.array([place for _, *place in listed], np.int64).reshape(len(listed), 2)
+        begins = np.concatenate([self._begins[at], places[:, 0]])
+        ends = begins + np.concatenate([self._lengths[at], places[:, 1]])
         order = np.argsort(begins, kind="stable")
         # Sorted by their begins, some neighbours overlap if any two entries do.
         overlapping = order[1:][ends[order][:-1] > begins[order][1:]]
@@ -200,8 +201,12 @@ class DcpParts:
 
     def names_in(self, file: int) -> list[str]:
         """Return the names of the tensors of which a file has a part."""
-        names = [self._names[number] for number in self._numbers[self._slice(self._columns_of[file])].tolist()]
-        return [name for name in names if name is not None]
+        names = []
+        for number in self._numbers[self._slice(self._columns_of[file])].tolist():
+            name = self._names[number]
+            if name is not None:  # else it is left out, or lost
+                names.append(name)
+        return names
 
     def read(self, file: int, name: str) -> SourceTensor:
         """Return the part that a file has of a tensor; raise KeyError if it has none."""
@@ -214,7 +219,9 @@ class DcpParts:
         old_name, grid, _ = self.tensors[self._numbers[row]]
         place = int(self._begins[row]), int(self._lengths[row])
         tensor = self._read(file, Part(old_name, grid.dtype, grid.shape, grid.box_of(int(self._cells[row])), *place))
-        return tensor if name == old_name else replace(tensor, shard=replace(tensor.shard, name=name))
+        if name == old_name:
+            return tensor
+        return replace(tensor, shard=replace(tensor.shard, name=name))
 
     def renamed(self, new_name: Callable[[str], str | None]) -> Self:
         """Return the parts with other names, and without those whose new name is None."""
@@ -237,7 +244,7 @@ class DcpParts:
         return parts
 
 
-def take_even_tensors(metadata: dict[str, Any], is_file_name: Callable[[str], object]) -> DcpParts | None:
+def take_even_tensors(metadata: dict[str, PickleValue], is_file_name: Callable[[str], object]) -> DcpParts | None:
     """Take the tensors that are cut evenly out of the state of a Metadata; None if there is none.
 
     Of all others each run is replaced by an object for each record.
@@ -253,16 +260,19 @@ def take_even_tensors(metadata: dict[str, Any], is_file_name: Callable[[str], ob
                 chunks[name] = of_tensor
     entries = _Entries(stored)
     # A name that is no file of a DCP is for the general reader, which refuses it.
-    parts = entries.take(chunks) if all(map(is_file_name, entries.files)) else None
-    for tensor in () if parts is None else parts.tensors:
-        del described[tensor.name], chunks[tensor.name]
+    parts = None
+    if all(map(is_file_name, entries.files)):
+        parts = entries.take(chunks)
+    if parts is not None:
+        for tensor in parts.tensors:
+            del described[tensor.name], chunks[tensor.name]
     for name, of_tensor in chunks.items():
         described[name].state["chunks"] = of_tensor.listed()
     metadata["storage_data"] = entries.listed()
     return parts
 
 
-def _is_run(value: Any) -> bool:
+def _is_run(value: object) -> bool:
     return type(value) is OpaqueObject and value.name == RUN
 
 
@@ -273,16 +283,21 @@ class _Chunks(NamedTuple):
     empty: Sequence[Box]
 
     @classmethod
-    def taken_from(cls, state: dict[str, Any], *, is_refused: bool) -> _Chunks | None:
+    def taken_from(cls, state: dict[str, PickleValue], *, is_refused: bool) -> _Chunks | None:
         """Take the boxes out of the state of a TensorStorageMetadata, if they are in a run.
 
         If no grid has them, or the tensor `is_refused`, they become objects there: then None is returned.
         """
         chunks = state["chunks"]
-        if not any(map(_is_run, chunks)):
+        listed: list[OpaqueObject] = []
+        runs: list[Columns] = []
+        for chunk in chunks:
+            if _is_run(chunk):
+                runs.append(chunk.args[0])
+            else:
+                listed.append(chunk)
+        if not runs:
             return None
-        listed = [chunk for chunk in chunks if not _is_run(chunk)]
-        runs = [chunk.args[0] for chunk in chunks if _is_run(chunk)]
         try:
             shape, dtype = shape_from_json(state["size"]), dtype_of(state["properties"].state[0])
             columns = []
@@ -297,9 +312,9 @@ class _Chunks(NamedTuple):
             # is no cell.
             is_empty = (sizes == 0).any(1)
             grid = _Grid.of(dtype, shape, offsets[~is_empty], sizes[~is_empty])
-            empty = [
-                Box(*map(tuple, box)) for box in zip(offsets[is_empty].tolist(), sizes[is_empty].tolist(), strict=True)
-            ]
+            empty = []
+            for box_offsets, shape_of_box in zip(offsets[is_empty].tolist(), sizes[is_empty].tolist(), strict=True):
+                empty.append(Box(tuple(box_offsets), tuple(shape_of_box)))
             if is_refused or len({box.offsets for box in empty}) > 1:
                 grid = None
         except (AttributeError, LookupError, TypeError, ValueError, UnsupportedError):
@@ -315,8 +330,8 @@ class _Chunks(NamedTuple):
     def listed(self) -> list[OpaqueObject]:
         """Return the boxes as objects."""
         # The columns of the boxes are gone: a grid has them all, each once.
-        boxes = [self.grid.box_of(cell) for cell in range(math.prod(self.grid.counts))]
-        return [_chunk(*box) for box in (*boxes, *self.empty)]
+        boxes = [*map(self.grid.box_of, range(math.prod(self.grid.counts))), *self.empty]
+        return [_chunk(*box) for box in boxes]
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> OpaqueObject:
@@ -336,19 +351,24 @@ class _Entries:
     `files` has the names of files, by their numbers in the columns.
     """
 
-    def __init__(self, stored: dict[Any, Any]) -> None:
+    def __init__(self, stored: dict[PickleValue, PickleValue]) -> None:
         """Take all entries out of the storage data."""
-        runs = [key.args[0] for key in stored if _is_run(key)]
-        self._objects = {key: value for key, value in stored.items() if not _is_run(key)}
+        runs: list[Columns] = []
+        self._objects = {}
+        for key, value in stored.items():
+            if _is_run(key):
+                runs.append(key.args[0])
+            else:
+                self._objects[key] = value
         stored.clear()
         texts: Mapping[str, Mapping[bytes, int]] = runs[0].texts if runs else {"fqn": {}, "file": {}}
         self._names = [name.decode() for name in texts["fqn"]]
         self.files = [file.decode() for file in texts["file"]]
-        self._keys: list[Any] = []  # of the objects that have rows, which are the first ones
+        self._keys: list[PickleValue] = []  # of the objects that have rows, which are the first ones
         offsets, numbers = self._rows_of_objects()
         num_dims = max([*(run.sizes["offsets"].shape[1] for run in runs), *map(len, offsets), 0])
         # All rows have as many columns as the tensor with the most dims; `dims` says how many count.
-        dims = np.array([len(of_tensor) for of_tensor in offsets], np.int8)
+        dims = np.array([*map(len, offsets)], np.int8)
         self._dims = np.concatenate([dims, *(run.dims.pop("offsets") for run in runs)])
         filled = [of_tensor + (0,) * (num_dims - len(of_tensor)) for of_tensor in offsets]
         of_objects = np.array(filled, np.int64).reshape(len(offsets), num_dims)

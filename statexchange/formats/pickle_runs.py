@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, PickleMachine
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, PickleMachine, PickleValue
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,7 +96,7 @@ _NEW = b")\x81\x94}\x94("  # behind the class of an object: it is made and memoi
 _SIZE_END = b"\x85\x94R\x94"  # behind the tuple of a torch.Size
 
 
-def read_long_pickle(file: StoredFile, path: str, budget: Budget) -> Any:
+def read_long_pickle(file: StoredFile, path: str, budget: Budget) -> PickleValue:
     """Return what a pickle has, as `pickles.read_pickle`, with runs of records as columns.
 
     Raises:
@@ -162,7 +162,7 @@ class _Frames:
         return self._next - len(self._header) - len(self._data) + self._at
 
 
-class _Memo(dict[int, Any]):
+class _Memo(dict[int, PickleValue]):
     """The memo of a pickle, without most of what runs have memoized.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Memo(dict[int, Any]):
 
     end = 0
 
-    def __missing__(self, number: int) -> Any:
+    def __missing__(self, number: int) -> PickleValue:
         if number < self.end:
             raise IrregularPickleError
         raise KeyError(number)
@@ -243,7 +243,9 @@ class _RunMachine(PickleMachine):
         if start[:1] not in (b"h", b"j"):
             return
         # BINGET has one byte, LONG_BINGET four.
-        number = start[1] if start[:1] == b"h" else int.from_bytes(start[1:], "little")
+        number = start[1]
+        if start[:1] == b"j":
+            number = int.from_bytes(start[1:], "little")
         ref = self._memo.get(number)
         if type(ref) is not GlobalRef or ref.name not in _FORMS:
             return
@@ -261,7 +263,7 @@ class _RunMachine(PickleMachine):
                     run.append(None)
                 return
 
-    def above_mark(self) -> list[Any]:
+    def above_mark(self) -> list[PickleValue]:
         """Return the items above the last mark, after the run with which they begin."""
         return [*self._runs.pop(len(self.outer_stacks), ()), *super().above_mark()]
 

@@ -12,10 +12,10 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, contents, read_pickle
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
@@ -383,16 +383,17 @@ def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
 
 def class_of(tensor: OpaqueObject) -> str:
     """Return the name of a tensor's class, if the pickle has it; else ""."""
-    kind = tensor.args[1] if tensor.name in _FROM_TYPE and len(tensor.args) == 4 else None
-    return kind.name if type(kind) is GlobalRef else ""
+    if tensor.name in _FROM_TYPE and len(tensor.args) == 4 and type(tensor.args[1]) is GlobalRef:
+        return tensor.args[1].name
+    return ""
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether a value of a pickle stands for a tensor of any kind."""
     return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
-def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
+def holds_tensor(value: PickleValue, budget: Budget, without: set[int]) -> bool:
     """Whether a value of a pickle contains a tensor or a storage.
 
     `without` has the ids of containers known to contain none, and is extended for further calls: many values may refer
@@ -406,7 +407,7 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
     return False
 
 
-def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
+def is_plain(value: PickleValue, nbytes: int, budget: Budget) -> bool:
     """Whether a value of a pickle of `nbytes` consists of plain values, few enough to encode.
 
     A pickle can repeat one object without end. One that repeats none has at least a byte for each value and character.
@@ -414,7 +415,7 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
     most, characters = max(nbytes, _FREE_VALUES), 0
     values = [value]
     for item in values:  # which grows
-        inner: Sequence[Any] = ()
+        inner: Sequence[PickleValue] = ()
         if type(item) is dict:
             inner = (*item.keys(), *item.values())
         elif type(item) in (list, tuple):
@@ -430,7 +431,7 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
     return True
 
 
-def refusal_of(value: Any) -> str:
+def refusal_of(value: PickleValue) -> str:
     """Return why an object that contains tensors cannot be read."""
     if type(value) is OpaqueObject and type(value.state) is dict and "_modules" in value.state:
         return (
@@ -440,7 +441,7 @@ def refusal_of(value: Any) -> str:
     return f"this object contains tensors, but its class is not supported: {describe(value)}"
 
 
-def describe(value: Any) -> str:
+def describe(value: PickleValue) -> str:
     """Describe a non-tensor value in a few words."""
     if type(value) in (OpaqueObject, GlobalRef) and value.is_unknown:
         return f"opaque {value.class_name}"
@@ -452,13 +453,13 @@ def describe(value: Any) -> str:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
-    if type(value) in (str, int, float, bool, type(None)):
+    if type(value) in SCALAR_TYPES:
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
     return f"{type(value).__name__} of {len(value)}"
 
 
-def dtype_of(symbol: Any) -> str:
+def dtype_of(symbol: object) -> str:
     """Return the safetensors name of a torch dtype; raise UnsupportedError if there is none."""
     name = symbol.name if type(symbol) is GlobalRef else excerpt(symbol, 60)
     found = name_of_dtype(name)
@@ -505,7 +506,7 @@ def view_of(tensor: OpaqueObject) -> TensorView:
     return TensorView(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
 
 
-def _storage(value: Any) -> tuple[str, str, int]:
+def _storage(value: PickleValue) -> tuple[str, str, int]:
     """Return the type, key and number of elements of a storage."""
     if type(value) is not OpaqueObject or value.name != "persistent":
         raise ValueError("a tensor without a storage")
