@@ -226,13 +226,17 @@ class Numbers:
 
     def _origin(self, name: str) -> str:
         values = self.in_configs(name)
-        return f" in {values[0][1]}" if values else ""
+        if not values:
+            return ""
+        return f" in {values[0][1]}"
 
     def _unknown(self, expression: str) -> UnknownNumberError:
         """Return the error for the first number of an expression that is missing."""
         name = next(name for name in _NAME.findall(expression) if self.get(name) is None)
         rule = self._rules.get(name, NumberRule())
-        text = f"convert: {name} is not known" + (f" ({rule.about})" if rule.about else "")
+        text = f"convert: {name} is not known"
+        if rule.about:
+            text += f" ({rule.about})"
         text += f': give convert_with={{"{name}": N}} (--convert-with {name}=N)'
         if rule.config:
             text += f", or a config.json with {rule.config[0]} (files_from, --files-from)"

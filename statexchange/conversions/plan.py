@@ -96,7 +96,9 @@ class ConversionPlan:
     def output_of(self, name: str) -> str | None:
         """Return the one output of which an input fills elements; None if it fills none or several."""
         targets = {fill.target for fill in self.fills.get(name, ())}
-        return targets.pop() if len(targets) == 1 else None
+        if len(targets) != 1:
+            return None
+        return targets.pop()
 
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the aliases of tied inputs by the outputs' names, if both fill one output each, in the same way."""
@@ -230,7 +232,9 @@ class _Planner:
         return list(groups.values())
 
     def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
-        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += ", ..."
         if len(names) == len(self._inputs):
             text = f"convert: {self._conversion.name} has a rule for none of the {len(names)} names: {shown}"
             return InvalidArgumentError(text)
@@ -398,6 +402,8 @@ def _moved(patch: Patch, position: tuple[int, ...], index: tuple[int, ...]) -> P
     dims = [Dim(None)] * len(index)
     for along in patch.dims:
         dims.append(along if along.dim is None else Dim(along.dim + len(position), along.indices))
-    begin = () if patch.source is None else (*position, *patch.begin)
+    begin = patch.begin
+    if patch.source is not None:  # zeros lie in no input
+        begin = (*position, *begin)
     box = Box((*index, *patch.box.offsets), (*(1,) * len(index), *patch.box.shape))
     return Patch(patch.source, box, begin, tuple(dims))

@@ -465,7 +465,9 @@ def _is_written_alike(
 
 def _first(shards: _TensorShards) -> Shard | ShardingSpec:
     """Return a tensor's spec or first shard, for what is equal in all."""
-    return shards if isinstance(shards, ShardingSpec) else shards[0][1]
+    if isinstance(shards, ShardingSpec):
+        return shards
+    return shards[0][1]
 
 
 def _holders(shards: _TensorShards) -> set[int]:
@@ -560,7 +562,9 @@ def _piece(
 
 
 def _label_of(rank_shards: RankShards) -> HolderLabel:
-    return rank_shards.rank if rank_shards.label is None else rank_shards.label
+    if rank_shards.label is None:
+        return rank_shards.rank
+    return rank_shards.label
 
 
 def prove_cover(
