@@ -391,6 +391,11 @@ class _Entries:
         files = {file: number for number, file in enumerate(self.files)}
         all_offsets, numbers = [], []
         for key, value in self._objects.items():
+            # Whatever is no entry stays for the general reader, which says what is wrong with it.
+            if {type(key), type(value)} != {OpaqueObject}:
+                continue
+            if (key.name, value.name) != ("MetadataIndex", "_StorageInfo"):
+                continue
             try:
                 offsets, place = sizes_from_json(key.state["offset"]), (value.state["offset"], value.state["length"])
                 name, file = key.state["fqn"], value.state["relative_path"]

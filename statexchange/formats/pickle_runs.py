@@ -220,7 +220,7 @@ class _RunMachine(PickleMachine):
         self.memo = self._memo = _Memo()
         self._forms: dict[str, list[_Form]] = {}
         # The run above each mark, by the number of marks. It is not on the stack, where the next opcodes could memoize
-        # or change the last record: there they find nothing, and the pickle is refused.
+        # or change the last record: there they find nothing, and the general reader has to read the pickle.
         self._runs: dict[int, list[OpaqueObject | None]] = {}
         self.texts: dict[str, dict[bytes, int]] = {}
 
@@ -262,6 +262,16 @@ class _RunMachine(PickleMachine):
                 if ref.name == "MetadataIndex":  # in a dict the run is a key, and SETITEMS takes pairs
                     run.append(None)
                 return
+
+    def run(self) -> PickleValue:
+        """Run to the end and return the one value that is left on the stack."""
+        try:
+            return super().run()
+        except (LookupError, ValueError):
+            # An opcode may have reached for the last record: the general reader has it on the stack.
+            if len(self.outer_stacks) in self._runs:
+                raise IrregularPickleError from None
+            raise
 
     def above_mark(self) -> list[PickleValue]:
         """Return the items above the last mark, after the run with which they begin."""

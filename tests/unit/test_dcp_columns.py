@@ -382,3 +382,27 @@ def test_a_frame_as_large_as_a_huge_file_is_not_read(tmp_path: Path, in_columns:
     general, columns = read_both_ways(folder, in_columns)
     assert general == columns
     assert general[0] == "CorruptError"
+
+
+def test_an_entry_of_another_class_is_an_error(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    folder = many_boxes().write(tmp_path / "job")
+    data = bytearray((folder / ".metadata").read_bytes())
+    classes: dict[str, bytes] = {}  # the opcode that refers to each
+    text, count = "", 0
+    previous = ""
+    for opcode, argument, _ in pickletools.genops(bytes(data)):
+        if opcode.name == "MEMOIZE":
+            if previous == "STACK_GLOBAL":
+                classes[text] = b"h" + bytes([count]) if count < 256 else b"j" + count.to_bytes(4, "little")
+            count += 1
+        elif isinstance(argument, str):
+            text = argument
+        previous = opcode.name
+    index, info = classes["MetadataIndex"], classes["_StorageInfo"]
+    assert len(index) == len(info)
+    at = data.index(index + b")\x81\x94}\x94(")
+    data[at : at + len(info)] = info
+    (folder / ".metadata").write_bytes(data)
+    general, columns = read_both_ways(folder, in_columns)
+    assert general == columns
+    assert general[0] == "CorruptError"
