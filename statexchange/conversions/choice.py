@@ -39,7 +39,9 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
     else:
         choices = ", ".join(BUILTIN)
         raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {choices}, or FILE.json")
-    return rules.inverse() if convert.startswith(_INVERSE) else rules
+    if convert.startswith(_INVERSE):
+        return rules.inverse()
+    return rules
 
 
 def conversion_of(names: Collection[str]) -> str | None:

@@ -69,7 +69,9 @@ class NamePattern:
         if not name.startswith(self._start):
             return None
         match = self._regex.fullmatch(name)
-        return None if match is None else match.groupdict()
+        if match is None:
+            return None
+        return match.groupdict()
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these values for the placeholders."""

@@ -78,6 +78,7 @@ class Numbers:
     def __init__(
         self, rules: Mapping[str, NumberRule], convert_with: Mapping[str, int] = {}, configs: Sequence[KnownConfig] = ()
     ) -> None:
+        # A misspelt name would leave the number to a config, or to the shapes, without a word.
         unused = sorted(convert_with.keys() - rules.keys())
         if unused:
             names = ", ".join(rules) or "none"
@@ -117,6 +118,7 @@ class Numbers:
         rule = self._rules.get(name, NumberRule())
         values = []
         for config in self._configs:
+            # transformers and Megatron have different names for a number: the first that a config has counts.
             for key in rule.config:
                 value = _number_in(config.values, key)
                 if value is not None:
@@ -195,6 +197,7 @@ class Numbers:
                 value = 1
             factors.append(value)
         product = math.prod(factors)
+        # "n_heads" alone follows from the size. An expression of several numbers would have to be solved for one.
         if len(unknown) == 1 and _NAME.fullmatch(unknown[0]):
             if product and size and size % product == 0:
                 factors[expressions.index(unknown[0])] = self._solved[unknown[0]] = size // product
@@ -223,13 +226,17 @@ class Numbers:
 
     def _origin(self, name: str) -> str:
         values = self.in_configs(name)
-        return f" in {values[0][1]}" if values else ""
+        if not values:
+            return ""
+        return f" in {values[0][1]}"
 
     def _unknown(self, expression: str) -> UnknownNumberError:
         """Return the error for the first number of an expression that is missing."""
         name = next(name for name in _NAME.findall(expression) if self.get(name) is None)
         rule = self._rules.get(name, NumberRule())
-        text = f"convert: {name} is not known" + (f" ({rule.about})" if rule.about else "")
+        text = f"convert: {name} is not known"
+        if rule.about:
+            text += f" ({rule.about})"
         text += f': give convert_with={{"{name}": N}} (--convert-with {name}=N)'
         if rule.config:
             text += f", or a config.json with {rule.config[0]} (files_from, --files-from)"

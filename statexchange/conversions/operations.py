@@ -97,6 +97,7 @@ class Permute(_Each):
 
     def inverse(self) -> Permute:
         """Return the operation that undoes this one."""
+        # The sizes as they are after this operation: those that the inverse sees.
         return Permute(self.of, self.dim, tuple(self.shape[index] for index in self.order), _inverse_order(self.order))
 
 
@@ -172,6 +173,8 @@ class Split:
         dim = tensor.dim(self.dim)
         groups, ratios = numbers.value(self.groups), [numbers.value(size) for size in self.sizes]
         _check_count(groups * len(ratios), tensor)
+        # The dim is groups x (r0 + r1 + ...) units: group g begins at unit g * sum, and in it each tensor behind those
+        # before it.
         unit, rest = divmod(tensor.shape[dim], groups * sum(ratios))
         if rest:
             shown = " + ".join(map(str, ratios))
@@ -212,6 +215,7 @@ class Fuse:
         for tensor in tensors:
             _check_count(groups * len(tensors), tensor)
             fits = len(tensor.shape) == len(first.shape) and tensor.shape[dim] % groups == 0
+            # All other dims must be equal: with the first one's size of this dim the shapes are the same.
             if not fits or tensor.resized(dim, first.shape[dim], ()).shape != first.shape:
                 text = f"convert: {first.name} of shape {first.shape} and this tensor of shape {tensor.shape}"
                 raise InvalidArgumentError(f"{text} do not fuse along dim {dim} in {groups} groups", name=tensor.name)
@@ -230,7 +234,10 @@ class Fuse:
         assert self.sizes is not None
         ratios = [numbers.value(size) for size in self.sizes]
         # Of as many sizes as ratios, each has the same part of their sum.
-        if [size * sum(ratios) for size in sizes] != [ratio * sum(sizes) for ratio in ratios]:
+        fits = len(sizes) == len(ratios)
+        for size, ratio in zip(sizes, ratios, strict=False):
+            fits = fits and size * sum(ratios) == ratio * sum(sizes)
+        if not fits:
             text = f"convert: sizes {list(sizes)} do not have the ratios {ratios} ({', '.join(map(str, self.sizes))})"
             raise InvalidArgumentError(f"{text}: is this the config of this model?", name=name)
 

@@ -100,7 +100,9 @@ class Patch:
         """
         strides = []
         for along in self.dims:
-            stride = 0 if along.dim is None else stored[along.dim]
+            stride = 0
+            if along.dim is not None:
+                stride = stored[along.dim]
             if isinstance(along.indices, range):
                 stride *= along.indices.step
             strides.append(stride)
@@ -128,6 +130,7 @@ class Patch:
 
     def within(self, box: Box) -> list[Patch]:
         """Return the parts whose elements lie in `box` of the input, as patches of that box."""
+        # Most boxes of a file have nothing of a patch: a comparison of boxes spares them the work of each dim.
         if not self.box.numel or intersect(self.input_box, box) is None:
             return []
         # From here on indices are those of the box; `begin` is negative where the patch starts before it.
@@ -138,11 +141,13 @@ class Patch:
                 continue
             low = -begin[along.dim]
             runs = _runs_within(along.indices, low, low + box.shape[along.dim])
+            # All of the dim lies in the box, as along most dims: nothing is cut.
             if runs == [(0, len(along.indices))]:
                 continue
             at = self.box.offsets[dim]
             divided = []
             for part in parts:
+                # The parts of several dims are those of a grid: each part so far is cut by each run.
                 divided += [part.cut(dim, first, count, at + first) for first, count in runs]
             parts = divided
         return parts
@@ -186,6 +191,7 @@ def _runs_within(indices: Indices | NDArray[np.int64], low: int, high: int) -> l
     import numpy as np  # most conversions only rename, and their commands start faster without it
 
     values = np.asarray(indices)
+    # Edges are where a run begins or ends in turn: [F T T F T] gives 1 3 4 5, and the runs (1, 2) and (4, 1).
     inside = (values >= low) & (values < high)
     edges = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
     return [(first, end - first) for first, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -198,9 +204,12 @@ def _indices_at(indices: Indices, positions: NDArray[np.int64]) -> Indices:
     """
     import numpy as np
 
+    # Of a range by arithmetic: numpy would make an array of all of it.
     values = np.asarray(indices)[positions] if isinstance(indices, array) else indices.start + positions * indices.step
     first, last = int(values[0]), int(values[-1])
-    step = int(values[1]) - first if len(values) > 1 else 1
+    step = 1
+    if len(values) > 1:
+        step = int(values[1]) - first
     if step > 0 and (np.diff(values) == step).all():
         return range(first, last + 1, step)
     return array("q", values.astype(np.int64).tobytes())
@@ -217,7 +226,10 @@ def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
     at = 0
     while at < len(indices):
         end = at + 1
-        step = indices[end] - indices[at] if end < len(indices) else 0
+        # A step of 0 or less ends the range at once: that of a `Dim` is positive.
+        step = 0
+        if end < len(indices):
+            step = indices[end] - indices[at]
         while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
             end += 1
         result.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
@@ -232,7 +244,10 @@ def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
     box = full_box(tuple(shape))
     if source is None:
         return (Patch(None, box, (), (Dim(None),) * len(shape)),)
-    return (Patch(source, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape))),)
+    dims = []
+    for dim, size in enumerate(shape):
+        dims.append(Dim(dim, range(size)))
+    return (Patch(source, box, box.offsets, tuple(dims)),)
 
 
 def sliced(patches: Iterable[Patch], dim: int, begin: int, count: int, *, at: int = 0) -> tuple[Patch, ...]:
@@ -266,9 +281,13 @@ def transposed(patches: Iterable[Patch], order: Sequence[int]) -> tuple[Patch, .
     """Return the patches with the dims in another order; dim d of the result is dim ``order[d]``."""
     result = []
     for patch in patches:
-        offsets = tuple(patch.box.offsets[dim] for dim in order)
-        shape = tuple(patch.box.shape[dim] for dim in order)
-        result.append(replace(patch, box=Box(offsets, shape), dims=tuple(patch.dims[dim] for dim in order)))
+        offsets, shape, dims = [], [], []
+        for dim in order:
+            offsets.append(patch.box.offsets[dim])
+            shape.append(patch.box.shape[dim])
+            dims.append(patch.dims[dim])
+        # Only the output's dims change places. Each still knows its dim of the input.
+        result.append(replace(patch, box=Box(tuple(offsets), tuple(shape)), dims=tuple(dims)))
     return tuple(result)
 
 

@@ -55,9 +55,12 @@ class InputFills:
         if len(fills) > _MANY_FILLS:
             import numpy as np
 
-            boxes = [fill.patch.input_box for fill in fills]
-            self._lows = np.array([box.offsets for box in boxes], np.int64)
-            self._ends = np.array([box.ends for box in boxes], np.int64)
+            lows, ends = [], []
+            for fill in fills:
+                box = fill.patch.input_box
+                lows.append(box.offsets)
+                ends.append(box.ends)
+            self._lows, self._ends = np.array(lows, np.int64), np.array(ends, np.int64)
 
     def parts(self, box: Box) -> Iterator[Fill]:
         """Yield the parts of fills whose elements lie in `box` of the input, as fills by that box, in order."""
@@ -93,7 +96,9 @@ class ConversionPlan:
     def output_of(self, name: str) -> str | None:
         """Return the one output of which an input fills elements; None if it fills none or several."""
         targets = {fill.target for fill in self.fills.get(name, ())}
-        return targets.pop() if len(targets) == 1 else None
+        if len(targets) != 1:
+            return None
+        return targets.pop()
 
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the aliases of tied inputs by the outputs' names, if both fill one output each, in the same way."""
@@ -103,9 +108,13 @@ class ConversionPlan:
             new, kept = self.output_of(alias), self.output_of(name)
             if new is None or kept is None or not {new, kept} <= self.single or self.tensors[new] != self.tensors[kept]:
                 continue
-            if [fill.patch for fill in self.fills[alias]] == [fill.patch for fill in self.fills[name]]:
+            if _patches(self.fills[alias]) == _patches(self.fills[name]):
                 new_aliases[new] = kept
         return new_aliases
+
+
+def _patches(fills: Sequence[Fill]) -> list[Patch]:
+    return [fill.patch for fill in fills]
 
 
 def plan_conversion(
@@ -196,6 +205,7 @@ class _Planner:
                 except UnknownNumberError as error:
                     unknown = unknown or error
                     later.append(group)
+            # A round that plans no group would be followed by the same one again.
             if unknown is not None and len(later) == len(waiting):
                 raise unknown
             waiting = later
@@ -222,7 +232,9 @@ class _Planner:
         return list(groups.values())
 
     def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
-        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += ", ..."
         if len(names) == len(self._inputs):
             text = f"convert: {self._conversion.name} has a rule for none of the {len(names)} names: {shown}"
             return InvalidArgumentError(text)
@@ -247,6 +259,7 @@ class _Planner:
         leading = shapes[0][:depth]
         self._check_shapes(rule, names_of.values(), shapes, leading)
         outputs = self._apply(rule, first, [shape[depth:] for shape in shapes])
+        # Once for (), where nothing is unstacked.
         for position in product(*map(range, leading)):
             values = {**group.values, **dict(zip(rule.unstack, map(str, position), strict=True))}
             for target, output in zip(rule.targets, outputs, strict=True):
@@ -294,6 +307,7 @@ class _Planner:
         """Return the outputs of a rule for inputs of these shapes; layers have equal ones, and are planned once."""
         for name, shape in zip(names, shapes, strict=True):
             _check_packed(rule, name, self._inputs[name].dtype, len(shape))
+        # Not by the rule itself: to hash it would take all its names and operations for each layer.
         key = (id(rule), tuple(shapes))
         if key not in self._applied:
             tensors = []
@@ -310,6 +324,7 @@ class _Planner:
     def _add_output(self, new: str, names: Sequence[str], shape: tuple[int, ...]) -> None:
         if new in self._outputs:
             raise UnsafeError(f"convert gives one name to two tensors, one of them from {names[0]!r}", name=new)
+        # Operations move bytes: elements of two dtypes cannot lie in one tensor.
         dtypes = {self._inputs[name].dtype: name for name in names}
         if len(dtypes) > 1:
             shown = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
@@ -336,6 +351,7 @@ class _Planner:
             # A model whose embeddings are not tied has it, and a part of a model may lack both.
             if new in self._outputs or same not in self._outputs:
                 continue
+            # Its fills are added below, so that both are read from the same bytes and written in full.
             self._outputs[new] = self._outputs[same]
             for fills in [*self._fills.values(), self._zeros]:
                 fills += [replace(fill, target=new) for fill in fills if fill.target == same]
@@ -386,6 +402,8 @@ def _moved(patch: Patch, position: tuple[int, ...], index: tuple[int, ...]) -> P
     dims = [Dim(None)] * len(index)
     for along in patch.dims:
         dims.append(along if along.dim is None else Dim(along.dim + len(position), along.indices))
-    begin = () if patch.source is None else (*position, *patch.begin)
+    begin = patch.begin
+    if patch.source is not None:  # zeros lie in no input
+        begin = (*position, *begin)
     box = Box((*index, *patch.box.offsets), (*(1,) * len(index), *patch.box.shape))
     return Patch(patch.source, box, begin, tuple(dims))

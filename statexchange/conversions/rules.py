@@ -103,6 +103,7 @@ class Rule:
         for target in self.targets:
             if not target.placeholders <= available or not target.placeholders >= set(self.unstack):
                 raise InvalidArgumentError(f"convert: the placeholders of 'to' {target.text!r} do not fit {shown!r}")
+        # Without operations each source is renamed to the target at its place.
         if not self.operations and len(self.targets) not in (0, len(self.sources)):
             text = f"convert: the rule for {shown!r} needs values, which make {len(self.targets)} tensors of"
             raise InvalidArgumentError(f"{text} {len(self.sources)}")

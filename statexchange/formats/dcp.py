@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange import values
 from statexchange.errors import (
@@ -22,7 +22,7 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, read_pickle
 from statexchange.formats.source import (
     EvenFiles,
     ShardFile,
@@ -99,6 +99,7 @@ def read(opened: OpenedPath) -> Source:
     """
     store = opened.store
     metadata = store.path_of(METADATA)
+    # A source with a problem, not an error: `info` and `verify` report it as any other, and strict callers raise it.
     if METADATA not in store.listing:
         text = (
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
@@ -107,6 +108,8 @@ def read(opened: OpenedPath) -> Source:
     reader = _Reader(store)
     with parsing(f"{METADATA} is not what this version of statexchange knows", path=metadata):
         reader.read_metadata()
+    # The order of a set of texts differs among processes; that of the files numbers the holders of a plan, which all
+    # ranks must number alike.
     for file in sorted(reader.files, key=_order):
         reader.read_file(file)
     return Source(
@@ -151,7 +154,10 @@ class _Reader:
     @property
     def files(self) -> set[str]:
         """The names of the files that have an entry."""
-        return {*self.entries, *(() if self._even is None else self._even.files)}
+        files = {*self.entries}
+        if self._even is not None:
+            files.update(self._even.files)
+        return files
 
     def read_metadata(self) -> None:
         """Read which tensors there are, and which file has which part of them."""
@@ -167,6 +173,7 @@ class _Reader:
             try:
                 self._tensors[name] = _tensor(name, record, self._budget)
             except UnsupportedError as error:
+                # A dtype that is not supported is no damage: all other tensors are read.
                 self.unreadable.append(_unsupported(name, record, error, path))
         unsupported = {tensor.name for tensor in self.unreadable}
         for index, storage_info in (root.state["storage_data"] or {}).items():
@@ -175,6 +182,8 @@ class _Reader:
             name = index.state["fqn"]
             if type(name) is str and name in unsupported:
                 continue
+            # torch writes both tables from one plan. An entry without a description would be left out of every copy
+            # unseen.
             if type(name) is not str or (name not in self._tensors and name not in not_tensors):
                 text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
                 raise CorruptError(text, name=name if type(name) is str else None)
@@ -185,16 +194,17 @@ class _Reader:
             self.entries.setdefault(_file_name(storage_info.state, name), []).append(entry)
         self._check_stored(path)
 
-    def _read_root(self, path: str) -> Any:
+    def _read_root(self, path: str) -> PickleValue:
         """Read the metadata, without the tensors that are cut evenly if it is large."""
         file = self._store.open(METADATA)
         self._budget = self._store.budget.of(path, file.size)
-        root: Any = None
+        root: PickleValue = None
         if file.size >= _LONG_BYTES:
             from statexchange.formats import dcp_columns, pickle_runs  # late, as they import numpy
 
             with suppress(pickle_runs.IrregularPickleError):
                 root = pickle_runs.read_long_pickle(file, path, self._budget)
+        # None if the pickle is irregular: the general reader then reads it from its start, an object for each record.
         has_runs = root is not None
         if root is None:
             root = read_pickle(file.read_all(MAX_PICKLE_BYTES), path, self._budget)
@@ -206,7 +216,9 @@ class _Reader:
 
     def _check_stored(self, path: str) -> None:
         """Add a problem for each part that the metadata describes but that no file has."""
-        stored = {(entry.name, entry.offsets) for entries in self.entries.values() for entry in entries}
+        stored: set[tuple[str, tuple[int, ...] | None]] = set()
+        for entries in self.entries.values():
+            stored.update((entry.name, entry.offsets) for entry in entries)
         for name, tensor in self._tensors.items():
             for offsets, box in tensor.chunks.items():
                 if box.numel and (name, offsets) not in stored:
@@ -217,18 +229,22 @@ class _Reader:
         """Add all that a file has, or the problem if it is missing or broken."""
         entries = self.entries.get(name, [])
         rank, path = _order(name)[0], self._store.path_of(name)
-        has_even = self._even is not None and name in self._even.files
+        even = self._even
+        if even is not None and name not in even.files:
+            even = None
         names = {entry.name for entry in entries}
-        if self._even is not None and has_even and name not in self._store.listing:  # only then are they looked up
-            names.update(self._even.tensors_in(name))
+        if even is not None and name not in self._store.listing:  # only then are they looked up
+            names.update(even.tensors_in(name))
         try:
             parts_of = format_number(len(names), "tensor")
             missing = f"a file of this checkpoint is missing, with parts of {parts_of}"
             file = open_listed(self._store, name, missing, rank=rank, name=min(names, default=None))
             header = None
-            if self._even is not None and has_even:
+            if even is not None:
+                # Parts of evenly cut tensors are opened when they are read. What would make their bytes wrong or absent
+                # is seen in the columns now.
                 with parsing("not what torch writes", rank=rank, path=path):
-                    self._even.check_places(name, [(at.name, at.begin, at.length) for at in entries], file.size)
+                    even.check_places(name, [(at.name, at.begin, at.length) for at in entries], file.size)
             elif _is_zip(file):
                 _check_apart(entries, rank, path)
             else:
@@ -236,6 +252,7 @@ class _Reader:
             self.shard_files.append(ShardFile(rank, file, self._read_entries(file, header, entries, rank)))
         except StateExchangeError as error:
             self.problems.append(error)
+            # A broken file costs the tensors that have a part in it, and no others.
             for of_file in sorted(names & self._tensors.keys()):
                 tensor = self._tensors[of_file]
                 self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
@@ -249,6 +266,7 @@ class _Reader:
             with parsing("not what torch writes for a tensor", rank=rank, name=entry.name, path=file.path):
                 if header is not None:
                     part = self._part_in_safetensors(file, header, entry, entry.name not in parts)
+                # Its pickle may have any value, and `TensorArchives` reads those of tensors alone.
                 elif entry.offsets is None:
                     self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, file.path)
                     continue
@@ -272,6 +290,7 @@ class _Reader:
         even = self._even
         if even is None:
             return self.shard_files
+        # Only now: `read_file` leaves out files that are missing or broken, so before it no file has its number.
         names = [shard_file.name for shard_file in self.shard_files]
         for name, dtype, shape, file in even.number_files(names, self._read_part, self._store.open(METADATA).version):
             self.unreadable.append(UnreadableTensor(name, dtype, shape, self._store.path_of(file)))
@@ -282,6 +301,8 @@ class _Reader:
         shard_file = self.shard_files[file]
         path = shard_file.path
         with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=part.name, path=path):
+            # Here, not with the metadata: a job of 10,000 ranks has millions of parts, and a rank of a load reads few
+            # of them.
             view, byte_range = self._archives.open(shard_file.file, part.begin, part.length)
             _check_part(part.dtype, part.box, view.dtype, view.shape)
             return SourceTensor(Shard(part.name, part.dtype, part.shape, (part.box,)), (byte_range,))
@@ -295,6 +316,7 @@ class _Reader:
         """
         if entry.offsets is None:
             raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
+        # The header has one tensor of a name, so a second part of it on this rank has no bytes there.
         if not is_first or entry.name not in header.entries:
             raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
         stored = header.entries[entry.name]
@@ -316,6 +338,7 @@ class _Reader:
         Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
         in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
         """
+        # An entry of another kind is written by torch.save, too, and may have any class of the user's in its state.
         data = archive.pickle()
         budget = self._budget.of(path, len(data))
         try:
@@ -337,6 +360,8 @@ class _Reader:
 
 def _check_part(dtype: str, box: Box, stored_dtype: str, stored_shape: tuple[int, ...]) -> None:
     """Raise CorruptError unless a part is stored with the dtype and the shape that the metadata says."""
+    # The pickle of a part decides where its elements lie; the metadata decides where they go. If they disagree, one of
+    # them would put wrong bytes in place.
     for field, expected, stored in (("dtype", dtype, stored_dtype), ("shape", box.shape, stored_shape)):
         if expected != stored:
             raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=stored)
@@ -350,6 +375,8 @@ def _is_zip(file: StoredFile) -> bool:
 def _check_apart(entries: list[_StoredEntry], rank: int, path: str) -> None:
     """Raise CorruptError if entries of a file overlap."""
     end = 0
+    # torch appends one entry after another. If each begins where no earlier one reaches, comparing neighbours is
+    # enough.
     for entry in sorted(entries, key=attrgetter("begin")):
         if entry.begin < end:
             text = f"according to {METADATA} it overlaps another entry of the file: the save is damaged, save again"
@@ -364,7 +391,7 @@ def _order(file: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _paths(metadata: dict[str, Any], budget: Budget) -> dict[str, Path]:
+def _paths(metadata: dict[str, PickleValue], budget: Budget) -> dict[str, Path]:
     """Return the path of each name for which the planner recorded one; it keeps anything it likes in this place."""
     recorded = metadata.get("planner_data")
     paths: dict[str, Path] = {}
@@ -376,15 +403,22 @@ def _paths(metadata: dict[str, Any], budget: Budget) -> dict[str, Path]:
         if type(keys) is not tuple or len(keys) > len(name) + 1:
             continue
         budget.spend(len(keys))
-        path = tuple(ListItem(key) if type(key) is int and 0 <= key < _MAX_ITEMS else key for key in keys)
+        # torch flattens lists, too, and then the key is the index.
+        path = tuple(map(_path_key, keys))
         if all(type(key) in (str, ListItem) for key in path) and _is_joined(path, name):
             paths[name] = path
     return paths
 
 
+def _path_key(key: object) -> object:
+    """Return a key as paths have it."""
+    return ListItem(key) if type(key) is int and 0 <= key < _MAX_ITEMS else key
+
+
 def _is_joined(path: Path, name: str) -> bool:
     """Whether the keys of a path, joined by dots, are this name."""
     texts = [str(key) for key in path]
+    # Lengths first: to join texts that a pickle repeats could take far more memory than the pickle.
     return sum(map(len, texts)) + len(texts) - 1 == len(name) and ".".join(texts) == name
 
 
@@ -396,7 +430,7 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
     )
 
 
-def _expect(value: Any, *class_names: str) -> None:
+def _expect(value: object, *class_names: str) -> None:
     """Raise ValueError unless a value of a pickle is an object of one of these classes."""
     if type(value) is not OpaqueObject or value.name not in class_names:
         raise ValueError(f"{describe(value)} in the place of {class_names[0]}")
@@ -404,6 +438,7 @@ def _expect(value: Any, *class_names: str) -> None:
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     _expect(record, "TensorStorageMetadata")
+    # Names that share one list of boxes cost a few bytes each, and a list of objects here.
     budget.spend(_STEPS_PER_TENSOR + _STEPS_PER_BOX * len(record.state["chunks"]))
     shape = shape_from_json(record.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
@@ -417,7 +452,7 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     return _Tensor(name, dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEntry:
+def _stored(name: str, offsets: PickleValue, storage_info: dict[str, PickleValue]) -> _StoredEntry:
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
         raise UnsupportedError(
@@ -428,7 +463,7 @@ def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEnt
     return _StoredEntry(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
 
-def _file_name(storage_info: dict[str, Any], name: str) -> str:
+def _file_name(storage_info: dict[str, PickleValue], name: str) -> str:
     file = storage_info["relative_path"]
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
         raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)

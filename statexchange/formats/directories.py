@@ -154,7 +154,9 @@ class _Directory:
         for part, source, sections in read:
             new_names = {}
             for section in sections:
-                prefix = f"{section.name}." if counts[section.name] == 1 else f"{section.name}.{part.stem}."
+                prefix = f"{section.name}."
+                if counts[section.name] > 1:
+                    prefix += f"{part.stem}."
                 for name in section.names:
                     new_names[name] = prefix + name.removeprefix(section.prefix)
                     names[section.name].add(new_names[name])
@@ -224,7 +226,10 @@ class _Directory:
         elif reader != "dcp":
             file = name
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
-        source = read_part(OpenedPath(store.path if file is None else store.path_of(file), store, file))
+        path = store.path
+        if file is not None:
+            path = store.path_of(file)
+        source = read_part(OpenedPath(path, store, file))
         names = source.names
         if row.reader == "dcp" and names:
             # The first key of all names, if they have one in common.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, PickleMachine
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, PickleMachine, PickleValue
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,7 +96,7 @@ _NEW = b")\x81\x94}\x94("  # behind the class of an object: it is made and memoi
 _SIZE_END = b"\x85\x94R\x94"  # behind the tuple of a torch.Size
 
 
-def read_long_pickle(file: StoredFile, path: str, budget: Budget) -> Any:
+def read_long_pickle(file: StoredFile, path: str, budget: Budget) -> PickleValue:
     """Return what a pickle has, as `pickles.read_pickle`, with runs of records as columns.
 
     Raises:
@@ -110,6 +110,8 @@ class _Frames:
 
     def __init__(self, file: StoredFile) -> None:
         self._file = file
+        # The file is read from front to back, one frame of some 64 KiB at a time: of an object store each would be a
+        # request.
         file.read_ahead(_LAST_WINDOW)
         start = file.first_bytes(2 + _FRAME_HEADER)
         if start[:1] != b"\x80":
@@ -125,7 +127,9 @@ class _Frames:
         missing = nbytes - len(parts[0])
         while missing > 0 and self._next < self._file.size:
             length = int.from_bytes(self._header[1:], "little")
-            if self._header[:1] != _FRAME or length > self._file.size - self._next:
+            # The pickler ends a frame after 64 KiB, and writes what is longer between frames. A larger frame would be
+            # read into memory at once, and could be a hole of a file that has terabytes but takes no space on disk.
+            if self._header[:1] != _FRAME or length > min(_LAST_WINDOW, self._file.size - self._next):
                 raise IrregularPickleError
             # A frame and the header of the next one in one read. The last frame has none behind it.
             frame = bytearray(min(length + _FRAME_HEADER, self._file.size - self._next))
@@ -158,7 +162,7 @@ class _Frames:
         return self._next - len(self._header) - len(self._data) + self._at
 
 
-class _Memo(dict[int, Any]):
+class _Memo(dict[int, PickleValue]):
     """The memo of a pickle, without most of what runs have memoized.
 
     Attributes:
@@ -167,7 +171,7 @@ class _Memo(dict[int, Any]):
 
     end = 0
 
-    def __missing__(self, number: int) -> Any:
+    def __missing__(self, number: int) -> PickleValue:
         if number < self.end:
             raise IrregularPickleError
         raise KeyError(number)
@@ -215,6 +219,9 @@ class _RunMachine(PickleMachine):
         self._frames = frames
         self.memo = self._memo = _Memo()
         self._forms: dict[str, list[_Form]] = {}
+        # The run above each mark, by the number of marks. It is not on the stack, where the next opcodes could memoize
+        # or change the last record: there they find nothing, and the general reader has to read the pickle.
+        self._runs: dict[int, list[OpaqueObject | None]] = {}
         self.texts: dict[str, dict[bytes, int]] = {}
 
     def put(self, number: int) -> None:  # noqa: ARG002 (it overrides)
@@ -223,6 +230,7 @@ class _RunMachine(PickleMachine):
 
     def put_next(self) -> None:
         """Memoize the top of the stack under the next number."""
+        # `end` and not the length, which `put_next` of the base takes: runs memoize without an entry here.
         self._memo[self._memo.end] = self.stack[-1]
         self._memo.end += 1
 
@@ -234,10 +242,14 @@ class _RunMachine(PickleMachine):
         start = self._frames.peek(5)
         if start[:1] not in (b"h", b"j"):
             return
-        number = start[1] if start[:1] == b"h" else int.from_bytes(start[1:], "little")
+        # BINGET has one byte, LONG_BINGET four.
+        number = start[1]
+        if start[:1] == b"j":
+            number = int.from_bytes(start[1:], "little")
         ref = self._memo.get(number)
         if type(ref) is not GlobalRef or ref.name not in _FORMS:
             return
+        # An empty list is looked for again: the names of a record's fields are in the memo only after the first record.
         if not self._forms.get(ref.name):
             self._forms[ref.name] = self._forms_of(ref.name)
         for form in self._forms[ref.name]:
@@ -246,10 +258,24 @@ class _RunMachine(PickleMachine):
                 continue
             columns = self._take(form)
             if columns is not None:
-                self.stack.append(OpaqueObject(RUN, (columns,)))
+                run = self._runs.setdefault(len(self.outer_stacks), [OpaqueObject(RUN, (columns,))])
                 if ref.name == "MetadataIndex":  # in a dict the run is a key, and SETITEMS takes pairs
-                    self.stack.append(None)
+                    run.append(None)
                 return
+
+    def run(self) -> PickleValue:
+        """Run to the end and return the one value that is left on the stack."""
+        try:
+            return super().run()
+        except (LookupError, ValueError):
+            # An opcode may have reached for the last record: the general reader has it on the stack.
+            if len(self.outer_stacks) in self._runs:
+                raise IrregularPickleError from None
+            raise
+
+    def above_mark(self) -> list[PickleValue]:
+        """Return the items above the last mark, after the run with which they begin."""
+        return [*self._runs.pop(len(self.outer_stacks), ()), *super().above_mark()]
 
     def _forms_of(self, name: str) -> list[_Form]:
         """Return the forms of records that begin with an object of a class; none before one has been read."""
@@ -291,6 +317,8 @@ class _RunMachine(PickleMachine):
         data = self._frames.peek(form.window)
         if not data.startswith(form.prefix):
             return 0, False
+        # All records of the window at once, also those that turn out to be none: what is wrong with a cursor ends the
+        # run there.
         cursors = _Cursors(data, form)
         starts = cursors.at.copy()
         for step in form.steps:
@@ -301,18 +329,24 @@ class _RunMachine(PickleMachine):
         if count < (1 if windows else _LEAST_RECORDS):
             return 0, False
         windows.append(self._columns(cursors, count))
+        # Only now the opcodes count as read. What follows is for the machine, or for the next window.
         end = int(cursors.at[count - 1])
         self._frames.read(end)
         form.window = min(2 * form.window, _LAST_WINDOW)
+        # A record may have failed because the window ends in it, and zeros follow: then the next window begins with it.
         return end, count == len(starts) or int(starts[count]) + _PADDING > len(data)
 
     def _columns(self, cursors: _Cursors, count: int) -> Columns:
         """Return the columns of the first records of a window, and count what these memoize."""
+        # A sum that excludes the record itself: the number of the first object that each memoizes.
         memoized = cursors.memoized[:count]
         firsts = self._memo.end + np.cumsum(memoized) - memoized
         self._memo.end = int(firsts[-1] + memoized[-1])
         numbers = {name: column[:count] for name, column in cursors.numbers.items()}
         for name, texts in cursors.texts.items():
+            # Damage can make a record refer to a text that a later one memoizes: in order it would not be there yet.
+            if (texts.references[:count] >= firsts + texts.memoized[:count]).any():
+                raise IrregularPickleError
             if name == "file":
                 for row in np.flatnonzero(texts.references[:count] < 0).tolist():
                     self._memo[int(firsts[row] + texts.memoized[row])] = _decoded(cursors.text_at(texts, row))
@@ -322,6 +356,7 @@ class _RunMachine(PickleMachine):
 
     def _numbers_of(self, cursors: _Cursors, name: str, texts: _Texts, count: int) -> NDArray[Any]:
         """Return the numbers of the texts of a field; new ones get the next numbers."""
+        # A dict keeps the order in which texts were added: the number of a text is its place.
         known = self.texts.setdefault(name, {})
         references = texts.references[:count]
         numbers = np.empty(count, np.int32)
@@ -333,6 +368,7 @@ class _RunMachine(PickleMachine):
             numbers[inline] = [known[text] for text in slices]
         except KeyError:
             numbers[inline] = [new(text, len(known)) for text in slices]
+        # One look-up for each text, not for each record: many records refer to the name of the same file.
         for reference in np.unique(references[~inline]).tolist():
             text = self._memo[reference]
             if type(text) is not str:
@@ -375,9 +411,11 @@ def _joined(windows: Sequence[Columns]) -> Columns:
     if len(windows) == 1:
         return first
     # One column after another, so that a second copy of all is never there.
-    numbers = {name: np.concatenate([window.numbers.pop(name) for window in windows]) for name in [*first.numbers]}
-    dims = {name: np.concatenate([window.dims.pop(name) for window in windows]) for name in [*first.dims]}
-    sizes = {}
+    numbers, dims, sizes = {}, {}, {}
+    for name in [*first.numbers]:
+        numbers[name] = np.concatenate([window.numbers.pop(name) for window in windows])
+    for name in [*first.dims]:
+        dims[name] = np.concatenate([window.dims.pop(name) for window in windows])
     for name in [*first.sizes]:
         of_windows = [window.sizes.pop(name) for window in windows]
         most = max(column.shape[1] for column in of_windows)
@@ -451,6 +489,7 @@ class _Cursors:
         ends = self.at[:-1]
         follows = ends == starts[1:]
         follows |= (ends + len(separator) == starts[1:]) & self._matches(ends, separator)
+        # A cursor may have moved into the padding, where zeros are no records.
         valid = self.is_valid & (self.at <= len(self.data))
         valid[1:] &= follows
         return len(valid) if valid.all() else int(valid.argmin())
@@ -476,6 +515,8 @@ class _Cursors:
 
     def number(self, name: str) -> None:
         """Move over an integer from 0 on, or None."""
+        # All of these methods move every cursor, also those that are not valid any more: a mask would cost more than it
+        # saves. Padding keeps them inside.
         is_none = self._bytes[self.at] == _NONE
         values, nbytes, is_number = self._integers()
         self.is_valid &= is_number | is_none
@@ -517,6 +558,7 @@ class _Cursors:
             columns.append(np.where(is_inside, values, 0))
             self.at = self.at + np.where(is_inside, nbytes, 0)
             dims += is_inside
+        # The opcode must fit the mark: TUPLE without one would take what lies below on the machine's stack, too.
         self.is_valid &= (self._bytes[self.at] == _TUPLES[dims]) & (is_marked == (dims > 3))
         self.at = self.at + 1
         is_memoized = self._bytes[self.at] == _MEMOIZE  # not the empty tuple, of which Python has one object
@@ -529,6 +571,7 @@ class _Cursors:
 
     def text(self, name: str) -> None:
         """Move over a text that is written here, or a reference to one."""
+        # Texts of 256 bytes and more have another opcode, and are for the machine.
         codes, lengths = self._bytes[self.at], self._bytes[self.at + 1].astype(np.int64)
         is_inline, is_short = codes == _SHORT_TEXT, codes == ord("h")
         references = np.where(is_short, lengths, (self._words[self.at] >> np.uint64(8)).astype(np.int64) & 0xFFFFFFFF)

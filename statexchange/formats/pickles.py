@@ -25,7 +25,7 @@ import io
 import pickletools
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt, type_text
 from statexchange.storage.store import Budget
@@ -33,7 +33,10 @@ from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 
-__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "PickleMachine", "contents", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "PickleMachine", "PickleValue", "contents", "read_pickle"]
+
+# What a pickle has: None, bool, int, float, str, bytes, containers of such, `OpaqueObject` and `GlobalRef`.
+PickleValue: TypeAlias = Any
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BITS = 8192
@@ -72,9 +75,9 @@ class OpaqueObject:
     """
 
     name: str
-    args: tuple[Any, ...]
-    state: Any = None
-    items: list[Any] | None = None
+    args: tuple[PickleValue, ...]
+    state: PickleValue = None
+    items: list[PickleValue] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -175,7 +178,7 @@ _KEY_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef}
 _CONTAINER_TYPES = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
-def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown_classes: bool = False) -> Any:
+def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown_classes: bool = False) -> PickleValue:
     """Parse a pickle into builtins, OpaqueObject and GlobalRef without importing or calling anything.
 
     Memory and time are proportional to the size of `data`, whatever it claims or repeats.
@@ -201,22 +204,26 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     return PickleMachine(io.BytesIO(data), path, budget, unknown_classes=unknown_classes).result()
 
 
-def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
+def contents(
+    values: Iterable[PickleValue], budget: Budget, seen: set[int], without: Container[int] = ()
+) -> Iterator[PickleValue]:
     """Yield values of a pickle and everything in them, each container once.
 
     Ids of visited containers are added to `seen`; containers with ids in `without` are left out. Ids stay valid because
     the pickle's root keeps all values alive.
     """
+    # A list, not recursion: a pickle of some kilobytes can nest deeper than Python recurses.
     waiting = list(values)
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind in _CONTAINER_TYPES:
+            # By id, as equal containers differ, and as a list or a dict has no hash.
             if id(item) in seen or id(item) in without:
                 continue
             seen.add(id(item))
             if kind is OpaqueObject:
-                inner: Any = (item.args, item.state, item.items)
+                inner: PickleValue = (item.args, item.state, item.items)
             elif kind is dict:
                 inner = (*item.keys(), *item.values())
             else:
@@ -237,15 +244,15 @@ class PickleMachine:
         self.path = path
         self.budget = budget
         self.unknown_classes = unknown_classes
-        self.stack: list[Any] = []
-        self.outer_stacks: list[list[Any]] = []  # one for each mark
-        self.memo: dict[int, Any] = {}
-        self.by_hash: dict[int, list[Any]] = {}  # keys of types for which a pickle can choose equal hashes
+        self.stack: list[PickleValue] = []
+        self.outer_stacks: list[list[PickleValue]] = []  # one for each mark
+        self.memo: dict[int, PickleValue] = {}
+        self.by_hash: dict[int, list[PickleValue]] = {}  # keys of types for which a pickle can choose equal hashes
         self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
         self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
-        self.call_arguments: list[Any] = []  # the arguments of each call that the pickle would make
+        self.call_arguments: list[PickleValue] = []  # the arguments of each call that the pickle would make
 
-    def result(self) -> Any:
+    def result(self) -> PickleValue:
         """Return the value of the pickle; raise as `read_pickle`."""
         try:
             return self.run()
@@ -255,7 +262,7 @@ class PickleMachine:
             text = f"not a valid pickle: near byte {self.file.tell()}: {excerpt(error)}"
             raise CorruptError(text, path=self.path) from None
 
-    def run(self) -> Any:
+    def run(self) -> PickleValue:
         """Run to the end and return the one value that is left on the stack."""
         file, instructions = self.file, _INSTRUCTIONS
         while (code := file.read(1)) != _STOP:
@@ -266,6 +273,8 @@ class PickleMachine:
         (value,) = self.stack
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
+        # Only at the end it is known what is a class: NEWOBJ proves it, perhaps behind the call that had the name as an
+        # argument.
         if self.functions:
             for item in contents(self.call_arguments, self.budget, set()):
                 if type(item) is GlobalRef and item.name in self.functions:
@@ -274,6 +283,7 @@ class PickleMachine:
 
     def refused_opcode(self, code: bytes) -> Exception:
         """Return the error for an opcode that is not read: no pickle has it, or none of torch."""
+        # Looked up only for the message: a file that is no pickle is damage, one with rare opcodes may be an attack.
         if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
@@ -291,13 +301,13 @@ class PickleMachine:
         self.outer_stacks.append(self.stack)
         self.stack = []
 
-    def above_mark(self) -> list[Any]:
+    def above_mark(self) -> list[PickleValue]:
         """Return the items above the last mark, and remove the mark."""
         items = self.stack
         self.stack = self.outer_stacks.pop()
         return items
 
-    def pop(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[PickleValue]:
         """Remove the last `count` values of the stack, and return them."""
         if len(self.stack) < count:
             raise ValueError("too few values on the stack")
@@ -305,13 +315,14 @@ class PickleMachine:
         del self.stack[-count:]
         return values
 
-    def fill(self, kind: type[Any], items: list[Any]) -> None:
+    def fill(self, kind: type[PickleValue], items: list[PickleValue]) -> None:
         """Add items to the container of type `kind` on top of the stack; those of a dict are keys and values in turn.
 
         An object of an unknown class may be in its place, and keeps the items as they are.
         """
-        target: Any = self.stack[-1]
+        target: PickleValue = self.stack[-1]
         if type(target) is OpaqueObject and target.is_unknown:
+            # A subclass of list, set or dict fills itself with its own methods: nothing is known of what they would do.
             target.items = [] if target.items is None else target.items
             target.items.extend(items)
         elif type(target) is not kind:
@@ -323,14 +334,15 @@ class PickleMachine:
         else:
             target.update(zip(self.checked_keys(items[::2]), items[1::2], strict=True))
 
-    def checked_keys(self, keys: list[Any]) -> list[Any]:
+    def checked_keys(self, keys: list[PickleValue]) -> list[PickleValue]:
         """Return the keys after `check_key`."""
         for key in keys:
+            # Almost all keys are short texts, for which a call would cost more than it counts.
             if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
                 self.check_key(key)
         return keys
 
-    def push_global(self, module: Any, name: Any) -> None:
+    def push_global(self, module: PickleValue, name: PickleValue) -> None:
         """Push the GlobalRef of a name."""
         ref = None
         if type(module) is type(name) is str:
@@ -343,16 +355,18 @@ class PickleMachine:
         """Return the GlobalRef of an unknown name; None if the pickle may not use it."""
         if not self.unknown_classes or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
             return None
+        # By the first part, so that a submodule needs no entry of its own.
         if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
             return None
         if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
             return None
         ref = self.classes[module, name] = GlobalRef(f"{module}.{name}")
+        # Refused only if it is called or given to what is: `run` looks for that once all arguments are complete.
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
             self.functions.add(ref.name)
         return ref
 
-    def attribute(self, args: tuple[Any, ...]) -> GlobalRef:
+    def attribute(self, args: tuple[PickleValue, ...]) -> GlobalRef:
         """Return the GlobalRef of getattr(class, name): a nested class, or a member of an enum.
 
         So protocol 2 spells the one, and early releases of Python 3.11 the other.
@@ -370,7 +384,7 @@ class PickleMachine:
         """Return the error for a name that the pickle may not use."""
         return UnsafeError(f"refused: the pickle uses {name}, which is not known to be harmless", path=self.path)
 
-    def check_key(self, key: Any) -> None:
+    def check_key(self, key: PickleValue) -> None:
         """Check a key: an object, a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
         Python randomises the hashes of str and bytes, but a pickle can choose those of long integers and of tuples of
@@ -385,9 +399,10 @@ class PickleMachine:
         if items is key or (type(key) is int and not -_HASH_PRIME < key < _HASH_PRIME):
             self.check_hash(key)
 
-    def check_hash(self, key: Any) -> None:
+    def check_hash(self, key: PickleValue) -> None:
         """Raise CorruptError for many different keys with one hash, each of which is compared with all others."""
         same_hash = self.by_hash.setdefault(hash(key), [])
+        # A dict compares a new key with all of the same hash, and a tuple item by item.
         self.budget.spend(len(same_hash) * (len(key) if type(key) is tuple else 1))
         if key not in same_hash:
             if len(same_hash) == _MAX_OF_ONE_HASH:
@@ -400,7 +415,7 @@ def _is_class_name(name: str) -> bool:
     return all(part.isidentifier() and part.lstrip("_")[:1].isupper() for part in name.split("."))
 
 
-def _plain_text(value: Any) -> str:
+def _plain_text(value: object) -> str:
     return printable(value[:60]) if type(value) is str else f"<{type(value).__name__}>"
 
 
@@ -431,9 +446,11 @@ def _call(machine: PickleMachine, _: None) -> None:
         raise UnsafeError(f"refused: the pickle calls {type_text(callee)}", path=machine.path)
     if callee.name in machine.functions:
         raise machine.unsafe(callee.name)
+    # Kept to the end, as their contents may still grow: a list in them can be filled later.
     machine.call_arguments.append(args)
     if callee.name == "getattr":
         machine.stack.append(machine.attribute(args))
+    # As sizes are compared and hashed as tuples everywhere here.
     elif callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
@@ -442,7 +459,7 @@ def _call(machine: PickleMachine, _: None) -> None:
         machine.stack.append(OpaqueObject(callee.name, args))
 
 
-def _dict(machine: PickleMachine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
+def _dict(machine: PickleMachine, kind: str, args: tuple[PickleValue, ...]) -> dict[PickleValue, PickleValue]:
     """Return the dict that a call of a dict's class would construct: a Counter's argument, or none."""
     if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
         return args[0]  # the pickle of a Counter has it for this alone
@@ -461,7 +478,7 @@ def _build(machine: PickleMachine, _: None) -> None:
         raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
-def _push(machine: PickleMachine, value: Any) -> None:
+def _push(machine: PickleMachine, value: PickleValue) -> None:
     machine.stack.append(value)
 
 

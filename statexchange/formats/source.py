@@ -155,6 +155,7 @@ class SourceTensor:
 
         stored, box = self.byte_ranges[index], self.shard.boxes[index]
         digest = regions.BoxDigest(stored, box, self.shard.dtype, always=always)
+        # Block by block, as a box may be larger than memory.
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
             digest.update(regions.to_global(window, box), data)
             if progress is not None:
@@ -175,6 +176,7 @@ def open_listed(
     try:
         return store.open(file)
     except NotFoundError:
+        # The directory is there, so what is missing is a part of a checkpoint, not the checkpoint.
         raise IncompleteError(missing, rank=rank, name=name, path=store.path_of(file)) from None
 
 
@@ -197,6 +199,7 @@ def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     if not math.prod(shape):
         return None
     for size, stride, expected in zip(shape, strides, c_strides(shape), strict=True):
+        # numpy and torch leave such a stride as any operation made it.
         if size != 1 and stride != expected:
             return strides
     return None
@@ -252,7 +255,10 @@ def abbreviated_list(entries: Mapping[str, str]) -> str:
 
 
 def _with_hidden(shown: Sequence[str], count: int) -> str:
-    return ", ".join(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
+    text = ", ".join(shown)
+    if count > len(shown):
+        text += f" and {count - len(shown):,} more"
+    return text
 
 
 def abbreviated_names(names: Sequence[str], most: int = _MAX_LISTED) -> str:
@@ -287,17 +293,12 @@ def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
     """Return the tensors of a safetensors file with unsupported dtypes."""
     texts = {name: f"rows of {name} that are not whole groups of {PACKED[name]} elements are" for name in PACKED}
     text = "{} not supported: leave this tensor out with exclude (--exclude)"
-    return [
-        UnreadableTensor(
-            name,
-            entry.dtype,
-            entry.shape,
-            path,
-            UnsupportedError(text.format(texts.get(entry.dtype, f"dtype {entry.dtype} is")), name=name, path=path),
-            entry.nbytes,
-        )
-        for name, entry in header.unknown.items()
-    ]
+    unreadable = []
+    for name, entry in header.unknown.items():
+        what = texts.get(entry.dtype, f"dtype {entry.dtype} is")
+        error = UnsupportedError(text.format(what), name=name, path=path)
+        unreadable.append(UnreadableTensor(name, entry.dtype, entry.shape, path, error, entry.nbytes))
+    return unreadable
 
 
 def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -311,10 +312,17 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
             values.setdefault(key, {})[value] = None
     lists = [torchao.listed_weights(text) for text in values.get(torchao.TENSOR_NAMES, ())]
     if len(lists) > 1 and None not in lists:
-        names = dict.fromkeys(name for listed in lists for name in listed or ())
+        names: dict[str, None] = {}
+        for listed in lists:
+            names.update(dict.fromkeys(listed or ()))
         values[torchao.TENSOR_NAMES] = {json.dumps(list(names)): None}
-    agreed = {key: next(iter(of_key)) for key, of_key in sorted(values.items()) if len(of_key) == 1}
-    return agreed, tuple(key for key in sorted(values) if key not in agreed)
+    agreed, differing = {}, []
+    for key, of_key in sorted(values.items()):
+        if len(of_key) == 1:
+            (agreed[key],) = of_key
+        else:
+            differing.append(key)
+    return agreed, tuple(differing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,8 +478,10 @@ class EvenFiles(tuple[ShardFile, ...]):
         """Return files with the parts; raise UnsafeError if one has another tensor of the name of such a tensor."""
         with_parts = []
         for number, shard_file in enumerate(files):
+            # As after a rename: the view would show one of them only.
             for name in shard_file.tensors.keys() & parts.specs.keys():
                 raise UnsafeError("two tensors would get this name", name=name, path=shard_file.path)
+            # A view: the parts of a file are looked up in columns, not copied into a dict.
             with_parts.append(replace(shard_file, tensors=_FileTensors(shard_file.tensors, parts, number)))
         even_files = cls(with_parts)
         even_files.without_parts, even_files.parts = files, parts
@@ -561,12 +571,16 @@ class Source:
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:
         """The tensors that are cut evenly over very many files, by name; none if only some of the files are here."""
-        return self.files.parts.specs if isinstance(self.files, EvenFiles) else {}
+        if isinstance(self.files, EvenFiles):
+            return self.files.parts.specs
+        return {}
 
     @property
     def files_without_specs(self) -> Sequence[ShardFile]:
         """The files with their tensors that are not among the `specs`."""
-        return self.files.without_parts if isinstance(self.files, EvenFiles) else self.files
+        if isinstance(self.files, EvenFiles):
+            return self.files.without_parts
+        return self.files
 
     def described(self) -> Iterator[Shard | ShardingSpec]:
         """Yield the specs, and then the shards of each file of the other tensors."""
@@ -657,7 +671,11 @@ class Source:
             new, path = new_name(name), self.paths.get(name)
             if new is not None:
                 paths.append((new, None if path is None else moved_path(path, name, new)))
-        unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
+        unreadable = []
+        for tensor in self.unreadable:
+            new = new_name(tensor.name)
+            if new is not None:
+                unreadable.append(replace(tensor, name=new))
         files: Sequence[ShardFile] = [shard_file.renamed(new_name) for shard_file in self.files_without_specs]
         if isinstance(self.files, EvenFiles):
             files = EvenFiles.of(files, self.files.parts.renamed(new_name))
@@ -666,7 +684,7 @@ class Source:
             files=files,
             others=_renamed_keys(self.others, new_name),
             texts=_renamed_keys(self.texts, new_name),
-            unreadable=[replace(tensor, name=new) for new, tensor in unreadable if new is not None],
+            unreadable=unreadable,
             paths=agreed_paths(paths),
         )
 
@@ -681,8 +699,11 @@ class Source:
 
     def read_ahead(self) -> None:
         """Let reads at a URL that follow one another be few requests, for callers that may read most of the tensors."""
+        # Of a local file the kernel reads ahead by itself.
         if self.opened.store.is_remote:
-            files = {byte_range.file for _, tensor in self.shards() for byte_range in tensor.byte_ranges}
+            files: set[StoredFile] = set()
+            for _, tensor in self.shards():
+                files.update(byte_range.file for byte_range in tensor.byte_ranges)
             for file in files:
                 file.read_ahead(_AHEAD_BYTES // len(files))
 
@@ -726,6 +747,8 @@ def joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> S
         unreadable += source.unreadable
         if has_paths:
             paths += source.paths.items()
+            # A name without a path in one of several sources contradicts a path in another: `agreed_paths` leaves it
+            # out.
             paths += dict.fromkeys(source.names - source.paths.keys()).items()
     metadata, differing_keys = merged_metadata([source.metadata for source in sources if source.metadata])
     return Source(

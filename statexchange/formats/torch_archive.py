@@ -12,10 +12,10 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, contents, read_pickle
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
@@ -106,6 +106,8 @@ class Archive:
         self.ranges: set[tuple[int, int]] = set()  # (first byte, end) of what was looked at, without the checksums
         self._entries = self._directory()
         roots = [name for name in self._entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") == 1]
+        # torch names the directory in the archive after the file, or "archive": its name is not known, but that of the
+        # pickle is.
         if len(roots) != 1:
             raise CorruptError("not a file of torch.save: its zip has no data.pkl", path=path)
         self._root = roots[0].removesuffix("data.pkl")
@@ -119,6 +121,7 @@ class Archive:
 
     def byte_range(self, view: TensorView) -> ByteRange:
         """Return the byte range of a tensor; raise CorruptError if the zip contradicts the pickle."""
+        # torch stores each storage as a member of its own, which several tensors may share.
         name = f"{self._root}data/{view.key}"
         if name not in self._entries:
             raise CorruptError(f"the zip has no storage {excerpt(view.key, 60)}", path=self._path)
@@ -136,6 +139,8 @@ class Archive:
         if not 0 <= at <= at + nbytes <= self._length:
             raise CorruptError("its zip refers to bytes outside of the file", path=self._path)
         self.ranges.add((at, at + nbytes))
+        # Most of what is read lies in the two ends that were read at once: on an object store each further read is a
+        # request.
         for begin, block in self._blocks:
             if begin <= at and at + nbytes <= begin + len(block):
                 return block[at - begin : at - begin + nbytes]
@@ -164,10 +169,13 @@ class Archive:
         entries: dict[str, tuple[int, int]] = {}
         for member in members:
             name = member.filename
+            # A tensor is read as a byte range of the file, by several ranks in parts: compressed bytes have no such
+            # range.
             if member.compress_type or member.flag_bits & 1:
                 raise UnsupportedError(f"member {excerpt(name)} is compressed or encrypted: {_RESAVE}", path=self._path)
             if member.compress_size != member.file_size:
                 raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
+            # zipfile would take the last of them, other readers may take the first.
             if name in entries:
                 raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
             entries[name] = member.header_offset, member.file_size
@@ -175,6 +183,7 @@ class Archive:
 
     def _leave_out_checksums(self, begin: int, members: Sequence[zipfile.ZipInfo]) -> None:
         """Note that in the directory, which begins there, the checksum of each member was not looked at."""
+        # The ranges are the gaps between checksums: each ends where a checksum begins, and the next begins behind it.
         ends, at = [begin], begin
         for member in members:
             encoding = "utf-8" if member.flag_bits & _UTF8_NAME else "cp437"  # as zipfile has decoded it
@@ -186,6 +195,8 @@ class Archive:
     def _member(self, name: str) -> tuple[int, int]:
         """Return (first byte in the file, bytes) of a member."""
         begin, nbytes = self._entries[name]
+        # Only this header says where the bytes begin: torch pads its extra field so that storages are aligned, and the
+        # directory has an extra field of another length.
         signature, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
         encoded = name.encode()
         begin += _LOCAL.size
@@ -225,14 +236,17 @@ class TensorArchives:
         Raises:
             ValueError: it has another pickle than that of a tensor.
         """
+        # Also of an archive that was parsed before: its bytes decide whether it is like another one.
         ends = _ends_of(file, begin, length)
         kinds = self._kinds.get(length, {})
+        # A copy, as other threads add kinds meanwhile.
         for fields, results in [*kinds.values()]:
             parsed = results.get(_bytes_at(fields, ends))
             if parsed is not None:
                 return parsed.view, ByteRange(file, begin + parsed.begin, parsed.view.nbytes, strides=parsed.strides)
         archive = Archive(file, begin, length)
         data = archive.pickle(_MAX_TENSOR_PICKLE_BYTES)
+        # A pickle may take steps by its own bytes; what it needs beyond comes from the reserve of all files.
         view = view_of(unwrap_tensor(read_pickle(data, file.path, self._budget.of(file.path, len(data)))))
         stored = archive.byte_range(view)
         self._keep(archive, ends, _Parsed(view, stored.begin - begin, stored.strides), length)
@@ -242,6 +256,8 @@ class TensorArchives:
         """Keep the result of an archive for others alike; of many different ones the earlier are dropped."""
         ranges = tuple(sorted(archive.ranges))
         fields = _fields_of(ranges, ends)
+        # What was looked at lies between the ends, as in an archive of many members: then only a parse shows what it
+        # is.
         if fields is None:
             return
         if self._num_kept == _MAX_KEPT:
@@ -302,11 +318,13 @@ def open_archive(file: StoredFile) -> Archive:
     start, path = file.first_bytes(_START_BYTES), file.path
     if start.startswith(_ZIP):
         return Archive(file)
+    # PROTO, the first opcode of a pickle of protocol 2 or later.
     if start.startswith(b"\x80"):
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
         advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
         raise UnsupportedError(f"{problem}: {advice}", path=path)
     text = wrong_kind_of(file)
+    # Its header, which is JSON, follows 8 bytes of length.
     if text is None and start[8:9] == b"{":
         text = "this seems to be a safetensors file: call it .safetensors"
     raise CorruptError(text or "not a file of torch.save", path=path)
@@ -353,6 +371,8 @@ def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
         if tensor.name in _WRAPPING and tensor.args and type(tensor.args[0]) is OpaqueObject:
             tensor = tensor.args[0]
         elif class_of(tensor) in ("Tensor", "Parameter", "Buffer"):
+            # `_rebuild_from_type_v2` has (function, class, arguments, attributes): only the attributes are
+            # left out.
             function, _, args, _ = tensor.args
             is_call = type(function) is GlobalRef and type(args) is tuple
             tensor = OpaqueObject(function.name, args) if is_call else OpaqueObject("", ())
@@ -363,16 +383,17 @@ def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
 
 def class_of(tensor: OpaqueObject) -> str:
     """Return the name of a tensor's class, if the pickle has it; else ""."""
-    kind = tensor.args[1] if tensor.name in _FROM_TYPE and len(tensor.args) == 4 else None
-    return kind.name if type(kind) is GlobalRef else ""
+    if tensor.name in _FROM_TYPE and len(tensor.args) == 4 and type(tensor.args[1]) is GlobalRef:
+        return tensor.args[1].name
+    return ""
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether a value of a pickle stands for a tensor of any kind."""
     return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
-def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
+def holds_tensor(value: PickleValue, budget: Budget, without: set[int]) -> bool:
     """Whether a value of a pickle contains a tensor or a storage.
 
     `without` has the ids of containers known to contain none, and is extended for further calls: many values may refer
@@ -386,7 +407,7 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
     return False
 
 
-def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
+def is_plain(value: PickleValue, nbytes: int, budget: Budget) -> bool:
     """Whether a value of a pickle of `nbytes` consists of plain values, few enough to encode.
 
     A pickle can repeat one object without end. One that repeats none has at least a byte for each value and character.
@@ -394,7 +415,7 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
     most, characters = max(nbytes, _FREE_VALUES), 0
     values = [value]
     for item in values:  # which grows
-        inner: Sequence[Any] = ()
+        inner: Sequence[PickleValue] = ()
         if type(item) is dict:
             inner = (*item.keys(), *item.values())
         elif type(item) in (list, tuple):
@@ -410,7 +431,7 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
     return True
 
 
-def refusal_of(value: Any) -> str:
+def refusal_of(value: PickleValue) -> str:
     """Return why an object that contains tensors cannot be read."""
     if type(value) is OpaqueObject and type(value.state) is dict and "_modules" in value.state:
         return (
@@ -420,7 +441,7 @@ def refusal_of(value: Any) -> str:
     return f"this object contains tensors, but its class is not supported: {describe(value)}"
 
 
-def describe(value: Any) -> str:
+def describe(value: PickleValue) -> str:
     """Describe a non-tensor value in a few words."""
     if type(value) in (OpaqueObject, GlobalRef) and value.is_unknown:
         return f"opaque {value.class_name}"
@@ -432,13 +453,13 @@ def describe(value: Any) -> str:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
-    if type(value) in (str, int, float, bool, type(None)):
+    if type(value) in SCALAR_TYPES:
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
     return f"{type(value).__name__} of {len(value)}"
 
 
-def dtype_of(symbol: Any) -> str:
+def dtype_of(symbol: object) -> str:
     """Return the safetensors name of a torch dtype; raise UnsupportedError if there is none."""
     name = symbol.name if type(symbol) is GlobalRef else excerpt(symbol, 60)
     found = name_of_dtype(name)
@@ -461,12 +482,14 @@ def view_of(tensor: OpaqueObject) -> TensorView:
         raise UnsupportedError(f"{kind} is not supported, only strided ones")
     if len(tensor.args) > _MAX_ARGUMENTS:
         raise ValueError(f"a tensor with {len(tensor.args)} arguments")
+    # Behind these: requires_grad, backward hooks, perhaps dtype (of v3), and flags such as {"conj": True}.
     storage, offset, shape, strides = tensor.args[:4]
     has_dtype = tensor.name == "_rebuild_tensor_v3"
     flags = tensor.args[7:] if has_dtype else tensor.args[6:]
     if any(flags):
         raise UnsupportedError("its values are stored conjugated or negated (torch.resolve_conj, resolve_neg)")
     kind, key, numel = _storage(storage)
+    # Of v3 the storage is untyped, and its numel is in bytes.
     dtype = dtype_of(tensor.args[6]) if has_dtype else _STORAGES.get(kind)
     if dtype is None:
         raise UnsupportedError(f"a {kind} is not supported")
@@ -474,6 +497,7 @@ def view_of(tensor: OpaqueObject) -> TensorView:
     shape, strides = sizes_from_json(shape), sizes_from_json(strides)
     itemsize = ITEMSIZE[dtype]
     storage_nbytes = numel * (1 if kind == "UntypedStorage" else itemsize)
+    # Strides may be of any kind, as of a transposed tensor or an expanded one: the last element decides what is read.
     reach = 0  # elements from the first to the last one
     if all(shape):
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
@@ -482,10 +506,11 @@ def view_of(tensor: OpaqueObject) -> TensorView:
     return TensorView(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
 
 
-def _storage(value: Any) -> tuple[str, str, int]:
+def _storage(value: PickleValue) -> tuple[str, str, int]:
     """Return the type, key and number of elements of a storage."""
     if type(value) is not OpaqueObject or value.name != "persistent":
         raise ValueError("a tensor without a storage")
+    # ("storage", class, key, device, numel): where it lay in memory does not matter here.
     signature, kind, key, _, numel = value.args[0]
     if signature != "storage" or type(kind) is not GlobalRef or type(key) is not str or len(key) > _MAX_KEY:
         raise ValueError("not a storage")

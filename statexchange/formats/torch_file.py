@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange.errors import (
     CorruptError,
@@ -33,7 +33,7 @@ from statexchange.formats.model_files import (
     read_index,
     read_listed,
 )
-from statexchange.formats.pickles import OpaqueObject, read_pickle
+from statexchange.formats.pickles import OpaqueObject, PickleValue, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
     Section,
@@ -187,7 +187,7 @@ class TorchFile:
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
         self.paths: dict[str, Path | None] = {}
-        self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
+        self._first_names: dict[object, str] = {}  # by what two names of one tensor have in common
         self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
@@ -222,7 +222,7 @@ class TorchFile:
             paths={name: path for name, path in self.paths.items() if path is not None},
         )
 
-    def add_entries(self, prefix: str, root: Any) -> None:
+    def add_entries(self, prefix: str, root: PickleValue) -> None:
         """Add all that a value contains, nested keys joined with dots: tensors, and descriptions of anything else."""
         for key, keys, value in leaves(root, self.path, self.budget):
             name = f"{prefix}{key}"
@@ -342,8 +342,8 @@ class TorchFile:
 
 
 def leaves(
-    value: Any, path: str, budget: Budget, name: str = "", keys: Path | None = (), depth: int = 0
-) -> Iterator[tuple[str, Path | None, Any]]:
+    value: PickleValue, path: str, budget: Budget, name: str = "", keys: Path | None = (), depth: int = 0
+) -> Iterator[tuple[str, Path | None, PickleValue]]:
     """Yield (dotted name, path, value) of all but containers, in order. A sequence without tensors is one leaf.
 
     The path is None where its keys do not join to the name, or a key is no plain value. A pickle can refer to one list
@@ -381,7 +381,7 @@ def leaves(
         yield from leaves(child, path, budget, f"{name}.{text}" if name else text, below, depth + 1)
 
 
-def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def _children(value: PickleValue) -> Iterable[tuple[PickleValue, PickleValue]] | None:
     """Return (key, value) of each entry of a container; None for a leaf."""
     if type(value) is dict:
         if OpaqueObject in map(type, value):  # a name cannot be made of an object
@@ -406,7 +406,7 @@ def _dim_split(placement: OpaqueObject) -> DimSplit | None:
 
 
 def _mesh_shape(
-    mesh: dict[str, Any], splits: Sequence[DimSplit | None], budget: Budget, in_order: dict[int, bool]
+    mesh: dict[str, PickleValue], splits: Sequence[DimSplit | None], budget: Budget, in_order: dict[int, bool]
 ) -> list[int]:
     """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
 
@@ -438,7 +438,7 @@ def _mesh_shape(
     return shape
 
 
-def _axes(layout: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _axes(layout: dict[str, PickleValue]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return, of each axis of a mesh, the sizes and the strides of its parts, the outer ones first."""
     if "axes" in layout:  # as torch 2.13 has it; older releases have nested tuples
         pairs = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
@@ -448,12 +448,12 @@ def _axes(layout: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]
     return [(sizes_from_json(_as_tuple(shape)), sizes_from_json(_as_tuple(stride))) for shape, stride in pairs]
 
 
-def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
+def _checked_count(axes: Sequence[PickleValue]) -> Sequence[PickleValue]:
     """Return `axes`; raise ValueError for too many: a pickle may use one long list for many tensors."""
     if len(axes) > MAX_DIMS:
         raise ValueError(f"a mesh of {len(axes)} axes")
     return axes
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: PickleValue) -> tuple[PickleValue, ...]:
     return value if type(value) is tuple else (value,)

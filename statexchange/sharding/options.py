@@ -104,7 +104,9 @@ def _is_pair(value: object) -> bool:
 
 
 def _parsed_layout(_option: str, value: object) -> Layout | None:
-    return value if isinstance(value, Layout | None) else Layout.parse(value)
+    if isinstance(value, Layout | None):
+        return value
+    return Layout.parse(value)
 
 
 def _choice(option: str, value: object, *, choices: Sequence[object]) -> object:
@@ -197,7 +199,9 @@ def _progress(option: str, value: object) -> object:
 
 def _text(value: object) -> str:
     """Return an option as ranks compare it. Functions cannot be compared."""
-    return "a function" if callable(value) else excerpt(value, _MAX_COMPARED)
+    if callable(value):
+        return "a function"
+    return excerpt(value, _MAX_COMPARED)
 
 
 def _cast_text(rules: Sequence[tuple[str, str]]) -> str:
@@ -221,7 +225,9 @@ def _option(
         shown: how a command shows the option, as click's keyword arguments.
     """
     # Checked once: calls have many options, and most are not given.
-    normal = default if check is None else check("", default)
+    normal: object = default
+    if check is not None:
+        normal = check("", default)
     return field(default=default, metadata={"check": check, "normal": normal, "text": text, "shown": shown})
 
 

@@ -281,7 +281,11 @@ def _numbered(grid: _Grid, places: Iterable[Sequence[int]]) -> Iterator[tuple[in
 
 
 def _box_of(chosen: Sequence[DimRun]) -> Box:
-    return Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
+    offsets, sizes = [], []
+    for run in chosen:
+        offsets.append(run.begin)
+        sizes.append(run.size)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 @lru_cache(maxsize=1024)

@@ -351,7 +351,9 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _O
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
     # Tensors take turns in the copy that is written, so that all ranks write as much. Copies that may differ do not:
     # then the lowest rank's counts.
-    turn = 0 if options.replicas == "root" else number
+    turn = number
+    if options.replicas == "root":
+        turn = 0
     return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, spec_pieces(spec, turn))
 
 
@@ -405,7 +407,9 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
                     is_tied = _are_equal(shards, others)
                 else:
                     is_tied = _are_equal(shards.shard_of(number), _shard_at(others, number))
-                names.add(target if is_tied else name)
+                if not is_tied:
+                    target = name
+                names.add(target)
             # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
             elif name not in names and shards.shard_of(number).nbytes:
                 names.add(name)
@@ -416,7 +420,9 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
                 continue
             target = rank_shards[number].aliases.get(name, name)
             is_tied = _are_equal(shard, _shard_at(by_name.get(target, []), number))
-            names.add(target if is_tied else name)
+            if not is_tied:
+                target = name
+            names.add(target)
     if len(names) > 1:
         return None
     return next(iter(names), name)
@@ -426,7 +432,9 @@ def _shard_at(shards: _TensorShards, number: int) -> Shard | None:
     """Return the shard that one holder has of a tensor."""
     if not isinstance(shards, ShardingSpec):
         return dict(shards).get(number)
-    return shards.shard_of(number) if number in (shards.ranks or range(shards.placement.num_ranks)) else None
+    if number not in (shards.ranks or range(shards.placement.num_ranks)):
+        return None
+    return shards.shard_of(number)
 
 
 def _are_equal(shard: Shard | ShardingSpec, other: _TensorShards | Shard | None) -> bool:
@@ -457,7 +465,9 @@ def _is_written_alike(
 
 def _first(shards: _TensorShards) -> Shard | ShardingSpec:
     """Return a tensor's spec or first shard, for what is equal in all."""
-    return shards if isinstance(shards, ShardingSpec) else shards[0][1]
+    if isinstance(shards, ShardingSpec):
+        return shards
+    return shards[0][1]
 
 
 def _holders(shards: _TensorShards) -> set[int]:
@@ -539,7 +549,9 @@ def _piece(
     if len(copies) == 1:  # most often
         loads[copies[0][0]] += nbytes
         return Piece(box, *copies[0])
-    candidates = copies[:1] if options.replicas == "root" else copies
+    candidates = copies
+    if options.replicas == "root":
+        candidates = copies[:1]
     first_copy: dict[int, int] = {}
     for holder, index in candidates:
         first_copy.setdefault(holder, index)  # a holder may have two
@@ -550,7 +562,9 @@ def _piece(
 
 
 def _label_of(rank_shards: RankShards) -> HolderLabel:
-    return rank_shards.rank if rank_shards.label is None else rank_shards.label
+    if rank_shards.label is None:
+        return rank_shards.rank
+    return rank_shards.label
 
 
 def prove_cover(
@@ -834,7 +848,9 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
         tensor = tensors[number]
         placed.append(tensor._replace(begin=begin))
         begin += tensor.nbytes
-    suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
+    suffix = ""
+    if count > 1:
+        suffix = f"-{index + 1:05d}-of-{count:05d}"
     pattern = options.filename_pattern or MODEL_PATTERN
     return FilePlan(pattern.replace("{suffix}", suffix), tuple(placed))
 
@@ -858,7 +874,9 @@ def replica_error(
     name: str, box: Box, holder: HolderLabel, other: HolderLabel, advice: str = "", path: str | None = None
 ) -> ReplicaError:
     """Return the error for two holders, or one rank's two copies, with different values of a box."""
-    holders = f"{holders_text(holder, other)} hold" if holder != other else f"two copies of rank {holder} have"
+    holders = f"{holders_text(holder, other)} hold"
+    if holder == other:
+        holders = f"two copies of rank {holder} have"
     text = f"{holders} different values for region {box}"
     if advice:
         text += f": {advice}"

@@ -347,7 +347,9 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
     reduce: str | None = None
     entries = raw if isinstance(raw, list) else [raw]
     for entry in entries:
-        keys = set(entry) if isinstance(entry, Mapping) else set()
+        keys: set[object] = set()
+        if isinstance(entry, Mapping):
+            keys.update(entry)
         if isinstance(entry, str) and entry in _KEYWORDS:
             keywords.append(entry)
         # torch's placements, by the names of their classes: this module does not import torch.
@@ -407,8 +409,12 @@ def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tupl
 
 def _keyword_axes(pattern: str, keyword: str, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     """Return the axes along which a tp_plan keyword shards."""
-    default = "ep" if keyword == "grouped_gemm" else "tp"
-    return (default,) if default in mesh else _axes(pattern, {}, mesh)
+    axis = "tp"
+    if keyword == "grouped_gemm":  # experts lie along an axis of their own
+        axis = "ep"
+    if axis in mesh:
+        return (axis,)
+    return _axes(pattern, {}, mesh)
 
 
 def _parse_step(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> _RuleStep:
@@ -445,14 +451,18 @@ def _keyword_steps(keyword: str, axes: tuple[str, ...] | None, name: str, dims: 
     if keyword in _COLWISE:
         return (_RuleStep(max(dims - 2, 0), axes),)
     # The bias of such a module is added to the sum over the ranks, so each has all of it.
+    if keyword in _ROWWISE and is_bias:
+        return ()
     if keyword in _ROWWISE:
-        return () if is_bias else (_RuleStep(dims - 1, axes),)
+        return (_RuleStep(dims - 1, axes),)
     # gate_up_proj is two blocks in each rank's part, one after the other; transformers cuts a bias as if it were one.
     if keyword == "packed_colwise":
         blocks = (1, 1) if dims > 1 else (1,)
         return (_RuleStep(max(dims - 2, 0), axes, blocks),)
     if keyword in _PACKED_ROWWISE:
-        return (_RuleStep(dims - 1, axes, (1, 1)),) if dims > 1 else ()
+        if dims == 1:
+            return ()
+        return (_RuleStep(dims - 1, axes, (1, 1)),)
     return (_RuleStep(int(keyword == "embedding_colwise"), axes),)
 
 
@@ -643,7 +653,9 @@ def _place_cut(
 def _some(numbers: Sequence[int]) -> str:
     """Return the first numbers of a list and their count, for a message."""
     shown = ", ".join(map(str, numbers[:_MAX_SHOWN]))
-    return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _MAX_SHOWN else f"[{shown}]"
+    if len(numbers) > _MAX_SHOWN:
+        shown += f", ... {len(numbers)} of them"
+    return f"[{shown}]"
 
 
 def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:

@@ -244,10 +244,10 @@ def runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[DimR
     runs = []
     # With the splits of this dim alone, so that dims of one size share their runs whatever splits the other dims.
     for dim, size in enumerate(shape):
-        splits: list[DimSplit | None] = []
-        for split in placement.splits:
-            splits_dim = split is not None and split.dim % len(shape) == dim
-            splits.append(split if splits_dim else None)
+        splits: list[DimSplit | None] = list(placement.splits)
+        for axis, split in enumerate(placement.splits):
+            if split is not None and split.dim % len(shape) != dim:
+                splits[axis] = None
         runs.append(_runs(size, placement.mesh_shape, tuple(splits)))
     return runs
 
@@ -258,7 +258,7 @@ def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     Each mesh axis splits at most one dim, so the boxes are exactly the products of one run per dim. They cover
     the tensor exactly if and only if the runs of each dim cover that dim exactly.
     """
-    return all(_covers_dim(runs, size) for runs, size in zip(runs_by_dim(shape, placement), shape, strict=True))
+    return all(map(_covers_dim, runs_by_dim(shape, placement), shape))
 
 
 def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
@@ -284,10 +284,14 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
     parts = []
     for chosen in product(*overlapping):
         coordinates: dict[int, int] = {}
+        offsets, sizes = [], []
         for run in chosen:
             coordinates.update(run.coordinates)
-        part = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
-        parts.append((part, tuple(coordinates[axis] for axis in sorted(coordinates))))
+            offsets.append(run.begin)
+            sizes.append(run.size)
+        # In the order of the mesh's axes, whatever dims these split.
+        at = tuple(map(coordinates.__getitem__, sorted(coordinates)))
+        parts.append((Box(tuple(offsets), tuple(sizes)), at))
     return parts
 
 

@@ -242,7 +242,11 @@ def boxes_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
     """
     boxes = []
     for chosen in product(*runs):
-        boxes.append(Box(tuple(begin for begin, _ in chosen), tuple(size for _, size in chosen)))
+        offsets, shape = [], []
+        for begin, size in chosen:
+            offsets.append(begin)
+            shape.append(size)
+        boxes.append(Box(tuple(offsets), tuple(shape)))
     return tuple(boxes)
 
 

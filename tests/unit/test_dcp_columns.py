@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import pickle
+import pickletools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -294,3 +295,114 @@ def test_changed_bytes_of_metadata_are_read_alike(
             in_columns(way)
             of_ways.append(outcome(partial(read, folder)))
         assert of_ways[0] == of_ways[1], bytes(changed)
+
+
+def many_boxes(num_ranks: int = 40) -> Job:
+    """Return a job with tensors that are cut evenly; the boxes of all but the first are runs in the metadata."""
+    job = Job(0, num_ranks)
+    job.metadata, job.files = Metadata({}, {}, {}), {}
+    for name in "abc":
+        described = [ChunkStorageMetadata(torch.Size([rank]), torch.Size([1])) for rank in range(num_ranks)]
+        properties = TensorProperties(torch.float32)
+        job.metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size([num_ranks]), described)
+    for rank in range(num_ranks):
+        for name in "abc":
+            job.add(rank, 0, name, torch.Size([rank]), torch.full((1,), float(rank)))
+    return job
+
+
+def framed(body: bytes) -> bytes:
+    """Return a pickle of these opcodes in one frame."""
+    return b"\x80\x04\x95" + len(body).to_bytes(8, "little") + body
+
+
+def read_both_ways(folder: Path, in_columns: Callable[[bool], None]) -> list[Any]:
+    """Return the outcomes of the general reader and of columns."""
+    outcomes = []
+    for way in (False, True):
+        in_columns(way)
+        outcomes.append(outcome(partial(read, folder)))
+    return outcomes
+
+
+def test_two_names_of_one_description_are_read_alike(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = many_boxes()
+    described = job.metadata.state_dict_metadata
+    described["c"] = described["b"]
+    general, columns = read_both_ways(job.write(tmp_path / "job"), in_columns)
+    assert general == columns
+    assert [*general] == ["a", "b", "c"]
+
+
+def test_boxes_in_a_tuple_are_read_alike(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = many_boxes()
+    tensor = job.metadata.state_dict_metadata["b"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.chunks = tuple(tensor.chunks)  # type: ignore[assignment]
+    general, columns = read_both_ways(job.write(tmp_path / "job"), in_columns)
+    assert general == columns
+    assert [*general] == ["a", "b", "c"]
+
+
+def test_opcodes_behind_a_run_do_not_change_it_unseen(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    folder = many_boxes().write(tmp_path / "job")
+    body = (folder / ".metadata").read_bytes()[11:]
+    end = body.index(b"ube", body.index(b"ube") + 1) + 2  # of the last box of the second tensor
+    (folder / ".metadata").write_bytes(framed(body[:end] + b"}b" + body[end:]))  # its state becomes an empty dict
+    for result in read_both_ways(folder, in_columns):
+        assert result[0] == "CorruptError"
+
+
+def test_a_file_name_from_further_on_is_an_error(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    folder = many_boxes(400).write(tmp_path / "job")  # more entries than the pickler writes in one batch
+    data = bytearray((folder / ".metadata").read_bytes())
+    memo: list[Any] = []
+    places: dict[int, int] = {}  # of the first reference to each file name
+    value: Any = None
+    for opcode, argument, at in pickletools.genops(bytes(data)):
+        if opcode.name == "MEMOIZE":
+            memo.append(value)
+        elif opcode.name == "LONG_BINGET" and str(memo[argument]).endswith(".distcp"):
+            places.setdefault(argument, at or 0)
+        value = argument
+    *_, earlier, last = places
+    data[places[earlier] + 1 : places[earlier] + 5] = last.to_bytes(4, "little")
+    (folder / ".metadata").write_bytes(data)
+    general, columns = read_both_ways(folder, in_columns)
+    assert general == columns
+    assert general[0] == "CorruptError"
+
+
+def test_a_frame_as_large_as_a_huge_file_is_not_read(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    folder = many_boxes().write(tmp_path / "job")
+    size = 1 << 42
+    with (folder / ".metadata").open("wb") as file:
+        file.write(b"\x80\x04\x95" + (size - 11).to_bytes(8, "little"))
+        file.truncate(size)
+    general, columns = read_both_ways(folder, in_columns)
+    assert general == columns
+    assert general[0] == "CorruptError"
+
+
+def test_an_entry_of_another_class_is_an_error(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    folder = many_boxes().write(tmp_path / "job")
+    data = bytearray((folder / ".metadata").read_bytes())
+    classes: dict[str, bytes] = {}  # the opcode that refers to each
+    text, count = "", 0
+    previous = ""
+    for opcode, argument, _ in pickletools.genops(bytes(data)):
+        if opcode.name == "MEMOIZE":
+            if previous == "STACK_GLOBAL":
+                classes[text] = b"h" + bytes([count]) if count < 256 else b"j" + count.to_bytes(4, "little")
+            count += 1
+        elif isinstance(argument, str):
+            text = argument
+        previous = opcode.name
+    index, info = classes["MetadataIndex"], classes["_StorageInfo"]
+    assert len(index) == len(info)
+    at = data.index(index + b")\x81\x94}\x94(")
+    data[at : at + len(info)] = info
+    (folder / ".metadata").write_bytes(data)
+    general, columns = read_both_ways(folder, in_columns)
+    assert general == columns
+    assert general[0] == "CorruptError"
