@@ -186,7 +186,11 @@ class GlooBackend(Backend):
             return
         rows = into.view(self.world_size, -1)
         rows[self.rank].copy_(data)
-        self._complete(wait, *(functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)))
+        # All broadcasts are under way at once.
+        posts = []
+        for rank, row in enumerate(rows):
+            posts.append(functools.partial(self._broadcast, row, rank, wait))
+        self._complete(wait, *posts)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
