@@ -141,8 +141,11 @@ def _client(address: str, place: Place, timeout_s: float) -> tuple[Store, str]:
     except RuntimeError as error:
         raise OSError(first_line(error)) from error
     store.set_timeout(as_timedelta(timeout_s))
+    nonce = None
     with _lost_server():
-        nonce = store.get("server").decode() if store.check(["server"]) else None
+        # `get` waits for a key, which the store of another program does not have.
+        if store.check(["server"]):
+            nonce = store.get("server").decode()
     if nonce is None or place.nonce not in (None, nonce):
         raise OSError(errno.ECONNREFUSED, "another program answers there")
     return _stores.PrefixStore(nonce, store), nonce
