@@ -229,6 +229,7 @@ class Session:
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """Run `job` as `guarded` does, unless this rank is inside a call."""
+        # Without blocking: it may be this very thread that holds the lock, below a signal handler.
         if not self._call_lock.acquire(False):
             raise InvalidArgumentError(
                 f"{call.text} was called inside another call of this communicator, {self._last_call}, by a signal "
@@ -246,6 +247,7 @@ class Session:
         """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if calls differ. Collective."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
+        # Together with the payload: a comparison before it would be a message more.
         fingerprint = call.fingerprint.to_bytes(8, "little")
         answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
         if any(answer[:8] != fingerprint for answer in answers):
@@ -423,9 +425,10 @@ class Session:
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
-        failures = [account["failure"] for account in accounts if account["failure"] is not None]
-        if failures:
-            return from_record(failures[0])
+        # The failure of the lowest rank, so that all ranks raise the same.
+        for account in accounts:
+            if account["failure"] is not None:
+                return from_record(account["failure"])
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
@@ -484,6 +487,7 @@ class Session:
         if failure is not None:
             error = from_record(failure)
             self._note_shared_error(call, error, is_shared=True)
+            # Most often this is this rank's own error, which keeps its place in the user's code and its cause.
             if type(error) is type(cause) and isinstance(cause, StateExchangeError):
                 raise error.with_traceback(cause.__traceback__) from cause.__cause__
             raise error from cause
@@ -492,15 +496,19 @@ class Session:
         """Leave the group: peers that wait for this rank raise PeerError, or `error`. Not collective."""
         forks.forget(self)
         public = public_call_name()
-        reported = None if error is None else from_record(self.record(error, public or "its own code"))
+        reported: StateExchangeError | None = None
+        since = ""
+        if error is not None:
+            reported = from_record(self.record(error, public or "its own code"))
+            ended = public or "this rank's code"
+            since = f" since {type(error).__name__} ended {ended}"
+        # First the reason, then the end of the connections: ranks that wait here raise what reaches them first.
         if self.page is not None:
             self.page.leave(reported)
         self.backend.leave(reported)
         if reported is not None:
             self.monitor.report_failure(reported)
         if self.dead is None:
-            ended = "this rank's code" if public is None else public
-            since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
         # Work under way uses the monitor and the backends: it ends before they close, or a second has passed.
         for queue in [self._queue, *self._peer_queues.values()]:
@@ -566,6 +574,7 @@ class Route:
         or to raise.
         """
         session = self.session
+        # Also not once the group has failed: the checks of a call are what raises that error.
         return session.dead is None and under_way.get() is None
 
     def backend_for(self, device_type: str) -> Backend:
@@ -589,6 +598,7 @@ class Route:
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         session = self.session
+        # Ranks on different backends would wait for each other for ever: so their calls must differ in the text.
         if session.device_backend is not None:
             call.text += f" on {backend.device_type}"
         if self._suffix:
