@@ -78,6 +78,7 @@ def absence_text(missing: Sequence[int], operation: str, timeout_s: float, silen
         silent: ranks that are stopped or cut off. Those of them that are missing may have come before they were.
     """
     public = under_way.get()
+    # These may have come before they were stopped, so it is not said that they have not.
     stopped = [rank for rank in missing if rank in silent]
     if stopped:
         causes = "their processes are stopped, or their hosts are cut off"

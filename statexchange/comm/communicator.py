@@ -1082,6 +1082,7 @@ class Communicator:
         groups = self._groups
         # One that has been closed or has failed is made anew.
         if key not in groups or groups[key].is_closed:
+            # Until the group has a failure monitor of its own, that of this communicator watches its ranks.
             with self._session.forming_group():
                 bootstrap = self._session.group_of(key)
                 is_whole = bootstrap is self._session.transport  # all ranks, in their own order

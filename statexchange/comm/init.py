@@ -188,6 +188,7 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
 def _bootstrap_backend(options: InitOptions, running: ProcessGroup | None, timeout_s: float) -> Backend:
     """Return a backend over which the ranks can exchange bytes. Collective."""
     launch = detect_launch()
+    # Before MPI and a running group: also as one of their ranks this is a world of one.
     if options.backend == "single":
         return SingleBackend()
     if options.backend == "mpi" or (options.rendezvous is None and launch.launcher in ("openmpi", "mpich")):

@@ -233,6 +233,7 @@ class Joining:
 
     def _wait_for_all(self, store: Store) -> None:
         while missing := self._missing(store):
+            # Before rank 0 decides, the only decision is the error of a rank that contradicts another one.
             if store.check(["decision"]):
                 self._decide(store)
             if time.monotonic() > self.deadline:

@@ -127,6 +127,7 @@ class GlooBackend(Backend):
         # A message that is still under way is broken off at exit, which needs the group.
         if self not in _waiting_threads.values():
             _ended_groups.append((os.getpid(), self._group, []))
+            # Without the group there is no connection left that `leave` could close.
             self._group, self._is_broken_off = None, True
 
     def _break_off(self) -> None:
@@ -186,7 +187,7 @@ class GlooBackend(Backend):
             return
         rows = into.view(self.world_size, -1)
         rows[self.rank].copy_(data)
-        # All broadcasts are under way at once.
+        # Each rank is the root of its own row's broadcast. All of them are under way at once.
         posts = []
         for rank, row in enumerate(rows):
             posts.append(functools.partial(self._broadcast, row, rank, wait))
