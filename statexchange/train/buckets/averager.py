@@ -113,7 +113,9 @@ class BucketAverager:
                 bucket.work = self._options.communicate(bucket.flat)
                 return
             work = self._comm.all_reduce(bucket.flat, self._op, scale=self._scale, async_op=async_op)
-            bucket.work = work if isinstance(work, Work) else None
+            bucket.work = None
+            if isinstance(work, Work):
+                bucket.work = work
 
     @contextlib.contextmanager
     def _shared_errors(self) -> Iterator[None]:
@@ -127,6 +129,7 @@ class BucketAverager:
 
     def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
+        # What arrived is filled in later: sending a bucket may find gradients that became None meanwhile.
         report = RoundReport(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
             return self._average_gradients(report)
@@ -148,6 +151,7 @@ class BucketAverager:
     def _average_gradients(self, report: RoundReport) -> list[int]:
         """Average the gradients that arrived on any rank; return the ranks that are not done. Collective."""
         delayed = self._options.is_delayed
+        # With weights the reports come first, as the sum of weights must be known.
         if not delayed:
             for bucket in self._plan.buckets[self._num_sent :]:
                 self._send(bucket, report.weight)
@@ -171,8 +175,11 @@ class BucketAverager:
         if not delayed:
             self._leave_out_done_ranks(summary)
         self._reduce_unplaced(summary, share)
-        has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
+        has_gradient = None
+        if not is_plain:
+            has_gradient = [bool(state & ARRIVED) for state in summary.any_rank]
         publish_gradients(self._views, has_gradient)
+        # Last: an emptied plan takes parameters out of the buckets by which their gradients are published.
         if not is_plain:
             self._replan_if_frozen(summary)
         return summary.active
@@ -210,6 +217,7 @@ class BucketAverager:
 
     def _replan_if_frozen(self, summary: RoundSummary) -> None:
         """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""
+        # The caller's own buckets stay. One that is never full, and those behind it, are sent by `reduce`.
         if self._options.buckets is not None:
             return
         for bucket in self._plan.buckets:

@@ -83,7 +83,8 @@ class GradientHooks:
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        ended = None if self._ended is None else self._ended()
+        assert self._ended is not None  # else this would not have been queued
+        ended = self._ended()
         if ended is not None:
             ended()
 

@@ -203,8 +203,9 @@ class BucketReducer(Reducer):
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
         digest = compare(self.comm, about, (spec.entry for spec in specs))
         raise_malloc_thresholds()
-        is_on_host = all(spec.device.startswith("cpu") for spec in specs)
-        overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
+        overlaps = options.overlap
+        if overlaps is None:
+            overlaps = self._may_overlap(is_on_host=all(spec.device.startswith("cpu") for spec in specs))
         self._plan = BucketPlan(self.comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self.comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
@@ -219,6 +220,7 @@ class BucketReducer(Reducer):
             self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
 
     def _may_overlap(self, *, is_on_host: bool) -> bool:
+        # Ranks may decide differently, as the cores that they may use differ: only the order of buckets must be equal.
         uses_cores = self.comm.backend in ("shm", "threads") and is_on_host
         return not uses_cores or usable_cores() >= 2 * self.comm.world_size
 
@@ -286,7 +288,9 @@ class BucketReducer(Reducer):
         """
         index = self._index.get(id(tensor))
         if index is None or not self._options.averages_gradients or tensor.grad is None:
-            why = "it is no parameter of this reducer" if index is None else "it has none"
+            why = "it has none"
+            if index is None:
+                why = "it is no parameter of this reducer"
             raise InvalidArgumentError(f"a tensor of shape {list(tensor.shape)} has no gradient to reduce here: {why}")
         self._gradient_accumulated(index)
 
@@ -316,6 +320,7 @@ class BucketReducer(Reducer):
         Not collective, but all ranks must call it. If only this rank has failed, reductions that were sent fail, too.
         Their errors are not raised here, as the first failure is raised elsewhere.
         """
+        # A reduction under way still writes into its bucket, which the next step would use.
         for bucket in self._plan.buckets:
             with contextlib.suppress(StateExchangeError):
                 bucket.wait()
@@ -349,8 +354,12 @@ class BucketReducer(Reducer):
         self._hooks.forget_backward()
         try:
             with torch.no_grad():
-                share = 0.0 if done else self._checked_weight(weight)
-                return self._averager.average(self._rounds if step is None else step, share, is_done=done)
+                share = 0.0
+                if not done:
+                    share = self._checked_weight(weight)
+                if step is None:
+                    step = self._rounds
+                return self._averager.average(step, share, is_done=done)
         finally:
             # After an error, too: where all ranks have raised it, they go on with equal numbers.
             self._rounds += 1

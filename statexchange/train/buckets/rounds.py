@@ -6,7 +6,6 @@ gradients are in no bucket. In most rounds all parameters have a bucket, and the
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -135,7 +134,11 @@ class RoundSummary:
 
     def order(self) -> list[int]:
         """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
-        return list(dict.fromkeys(itertools.chain.from_iterable(report.order for report in self.reports)))
+        # A dict keeps the order in which its keys came, and each key once.
+        order: dict[int, None] = {}
+        for report in self.reports:
+            order.update(dict.fromkeys(report.order))
+        return list(order)
 
 
 def exchange_reports(comm: Communicator, report: RoundReport) -> RoundSummary:
