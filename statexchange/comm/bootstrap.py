@@ -162,10 +162,7 @@ def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: flo
     """Return the backend over `page`; None, on all ranks, if there is too little memory for it. Collective."""
     from statexchange.comm.backends.shared_memory import SharedMemoryBackend
 
-    name = "shm"
-    if bootstrap.name == "threads":
-        name = "threads"
-    backend = SharedMemoryBackend(page, name)
+    backend = SharedMemoryBackend(page, "threads" if bootstrap.name == "threads" else "shm")
     if backend.set_up(Wait(timeout_s, "the reservation of shared memory")):
         return backend
     backend.close()

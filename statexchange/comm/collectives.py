@@ -378,9 +378,7 @@ def _all_reduce_number(route: Route, number: object, op: object, out: object, sc
             raise InvalidArgumentError("the sum of numbers is returned at once: use a tensor with out= and async_op=")
         if isinstance(number, int) and not -_INT64_MAX - 1 <= number <= _INT64_MAX:
             raise InvalidArgumentError(f"{number} does not fit into int64: use a float or a tensor")
-        dtype = torch.float64
-        if isinstance(number, int):
-            dtype = torch.int64
+        dtype = torch.int64 if isinstance(number, int) else torch.float64
         tensor = torch.tensor(number, dtype=dtype, device="cpu")
     all_reduce(route, tensor, op, None, scale, async_op=False)
     return tensor.item()
@@ -761,9 +759,7 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         text = flat.text
     except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
         refusal, text = error, f"refused: {error}"
-    direction = "from"
-    if verb == "send":
-        direction = "to"
+    direction = "to" if verb == "send" else "from"
     # A refusal is a text that differs from that of any tensor: the peer reads it as a different call.
     note = f"rank {route.rank} called {verb} {text} {direction} {peer} at {call_site()}"
 

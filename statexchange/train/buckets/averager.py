@@ -172,6 +172,7 @@ class BucketAverager:
             bucket.wait()
         if not is_plain:
             self._add_late(summary)
+        # If the reports came first, ranks that are done have sent zeros, and the sum of weights is that of the others.
         if not delayed:
             self._leave_out_done_ranks(summary)
         self._reduce_unplaced(summary, share)

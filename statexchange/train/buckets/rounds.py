@@ -125,6 +125,7 @@ class RoundSummary:
     @property
     def is_plain(self) -> bool:
         """Whether every parameter has a gradient on some rank, and none is late or frozen."""
+        # A byte with another flag beside it is another byte.
         return self.any_rank.count(ARRIVED) == len(self.any_rank)
 
     @property
