@@ -24,7 +24,6 @@ __all__ = [
     "fingerprint_of",
     "is_autograd_thread",
     "note_joined",
-    "public_call_name",
     "site_detail",
     "step_text",
     "under_way",
@@ -51,12 +50,6 @@ class PublicCall:
 
 # The public call that is under way; `public_call` of defaults.py sets it.
 under_way: ContextVar[PublicCall | None] = ContextVar("statexchange_public_call", default=None)
-
-
-def public_call_name() -> str | None:
-    """Return the name of the public call that is under way, None outside of one. Not collective."""
-    public = under_way.get()
-    return None if public is None else public.name
 
 
 def note_joined() -> None:

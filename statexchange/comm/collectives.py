@@ -450,12 +450,12 @@ def all_reduce_multiple(
         if not groups and first_backend.enters_itself:  # without a reduction, in which it would
             wait.enter()
         for reduction, backend, flats in groups:
-            tensors_of_group = [flat.data for flat in flats]
-            together = tensors_of_group[0]  # a single one is reduced in its own memory
-            if len(flats) > 1:
-                together = torch.cat(tensors_of_group)
+            alike = [flat.data for flat in flats]
+            together = alike[0]  # a single one is reduced in its own memory
+            if len(alike) > 1:
+                together = torch.cat(alike)
             reduction.all_reduce(backend, together, wait)
-            parts = torch.split(together, [flat.data.numel() for flat in flats])
+            parts = torch.split(together, list(map(torch.numel, alike)))
             for flat, part in zip(flats, parts, strict=True):
                 if flat.data is not together:
                     flat.data.copy_(part)

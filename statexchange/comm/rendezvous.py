@@ -91,8 +91,7 @@ def _at_torchruns_store(joining: Joining) -> StoreBootstrap:
 def _by_mpi(backend: Backend, timeout_s: float) -> StoreBootstrap:
     """Return a bootstrap backend at a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
-    server: Server | None = None
-    offer: list[object] | None = None
+    server = offer = None
     if backend.rank == 0:
         server = Server(host, 0, timeout_s)
         offer = [host, server.port, server.nonce]

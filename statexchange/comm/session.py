@@ -63,7 +63,6 @@ from statexchange.comm.calls import (
     encoded,
     is_autograd_thread,
     note_joined,
-    public_call_name,
     step_text,
     under_way,
 )
@@ -160,7 +159,7 @@ class Session:
         )
         # A thread of the parent, which does not exist here, may have held a lock during the fork: use new ones.
         self._call_lock = threading.Lock()
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.disown(self.dead)
 
     def _claim(self, call: Call) -> None:
@@ -352,9 +351,13 @@ class Session:
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
 
+    @property
+    def _queues(self) -> list[WorkQueue]:
+        return [self._queue, *self._peer_queues.values()]
+
     def drain(self) -> None:
         """Return when all work under way is done; its errors are raised by `wait`. Not collective."""
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.drain()
 
     def wait_all(self) -> None:
@@ -362,7 +365,7 @@ class Session:
         if self.is_inherited:
             self.raise_if_dead()
         self.drain()
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.raise_lost()
 
     def check_root(self, root: object) -> None:
@@ -424,7 +427,7 @@ class Session:
         }
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
-        accounts = [values.decode(answer) for answer in answers]
+        accounts = list(map(values.decode, answers))
         # The failure of the lowest rank, so that all ranks raise the same.
         for account in accounts:
             if account["failure"] is not None:
@@ -477,7 +480,7 @@ class Session:
     def _compare_orders(self, group: Backend, ranks: Sequence[int], members: Sequence[int]) -> None:
         wait = Wait(self.timeout_s, f"the making of a group of ranks {list(members)}")
         answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
-        orders = [values.decode(answer) for answer in answers]
+        orders = list(map(values.decode, answers))
         if any(order != list(ranks) for order, _ in orders):
             raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
@@ -495,12 +498,13 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Leave the group: peers that wait for this rank raise PeerError, or `error`. Not collective."""
         forks.forget(self)
-        public = public_call_name()
-        reported: StateExchangeError | None = None
-        since = ""
+        public = under_way.get()
+        reported, since = None, ""
         if error is not None:
-            reported = from_record(self.record(error, public or "its own code"))
-            ended = public or "this rank's code"
+            phase, ended = "its own code", "this rank's code"
+            if public is not None:
+                phase = ended = public.name
+            reported = from_record(self.record(error, phase))
             since = f" since {type(error).__name__} ended {ended}"
         # First the reason, then the end of the connections: ranks that wait here raise what reaches them first.
         if self.page is not None:
@@ -511,7 +515,7 @@ class Session:
         if self.dead is None:
             self.dead = closed_error(self.rank, since)
         # Work under way uses the monitor and the backends: it ends before they close, or a second has passed.
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.close(_CLOSE_S)
         self.monitor.close()
         self.backend.close()

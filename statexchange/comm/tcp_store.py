@@ -98,7 +98,8 @@ class Server:
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
-        self._store = None  # torch ends the server with its last reference: `store` is another one
+        # Torch ends the server with its last reference, and what `store` returns is one.
+        self._store = None
 
 
 class Place(NamedTuple):

@@ -136,6 +136,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         run.reducer = self.reducer
         self._run = run
         self.algorithm = algorithm
+        # The algorithm's steps count from the switch.
         self._steps = 0
         self._is_averaged = False
 
@@ -157,6 +158,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         Raises:
             MismatchError: ranks have state of different parameters.
         """
+        # As buffers of a module, which ranks compare by name, dtype and shape before they average.
         state = nn.Module()
         for name, parameter in self._named().items():
             for key, value in self.inner.state.get(parameter, {}).items():

@@ -85,6 +85,7 @@ class Algorithm(abc.ABC):
         Raises:
             InvalidArgumentError: a hierarchy is asked for, and `comm` has none.
         """
+        # On one host, or with one rank on each, two steps would be one: there the option changes nothing.
         if self.hierarchical and comm.flat is comm and 1 < comm.num_nodes < comm.world_size:
             raise InvalidArgumentError(
                 f"hierarchical=True, but the {comm.backend} backend treats the ranks of {comm.num_nodes} hosts alike:"
@@ -199,7 +200,9 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     low, high = mean.aminmax()
     if not (low >= -_LARGEST and high <= _LARGEST):
         mean.fill_(torch.nan)  # averaging within the host could hide a value that is too large
-    mean.div_(_ranks_led(run.comm))  # before the host's sum, which could overflow
+    # With the hierarchy a leader gets the sum over its host. Divided before, as the sum could overflow.
+    if run.comm.flat is not run.comm:
+        mean.div_(run.comm.local_world_size)
     residuals: list[torch.Tensor] = []
 
     def between(leaders: Leaders, mean: torch.Tensor) -> None:
@@ -224,13 +227,6 @@ def _as_real(flat: torch.Tensor) -> tuple[int, torch.Tensor]:
     if flat.is_complex():
         return 2, torch.view_as_real(flat).view(-1)
     return 1, flat
-
-
-def _ranks_led(comm: Communicator) -> int:
-    """Return how many ranks' tensors a leader of `comm` gets as one sum. Not collective."""
-    if comm.flat is comm:  # each rank leads itself alone
-        return 1
-    return comm.local_world_size
 
 
 def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:

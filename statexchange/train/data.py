@@ -300,10 +300,11 @@ def _num_samples(data: Data) -> int:
     lengths = dict(_lengths(data, "data"))
     if not lengths:
         raise InvalidArgumentError("data has no fields")
-    if len(set(lengths.values())) > 1:
+    numbers = set(lengths.values())
+    if len(numbers) > 1:
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
         raise InvalidArgumentError(f"the fields of the data differ in length: {text}")
-    return next(iter(lengths.values()))
+    return numbers.pop()
 
 
 def _lengths(data: Data, path: str) -> Iterator[tuple[str, int]]:

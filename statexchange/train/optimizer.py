@@ -108,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_flags(init_sync=init_sync)
             self._check(settings)
             named = self._named()
+        # A gradient that is sent during backward is sent before the sum of weights is known.
         if weight is not None:
             settings["overlap"] = False
         self.reducer = BucketReducer(named, self._comm, **settings)
@@ -166,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._optimizer.add_param_group(param_group)
             named = self._named()
         present = self.reducer.parameters
-        ids = {id(parameter) for parameter in present.values()}
+        ids = set(map(id, present.values()))
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
             self.reducer.reset({**present, **new})
@@ -295,8 +296,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _check_in_module(optimizer: torch.optim.Optimizer, in_module: Mapping[str, torch.Tensor]) -> None:
-    ids = {id(parameter) for parameter in in_module.values()}
+    ids = set(map(id, in_module.values()))
     for name, parameter in labelled_parameters(optimizer).items():
+        # Integers get no gradient, so it does not matter whether the module has them.
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(

@@ -25,7 +25,6 @@ __all__ = [
 Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
 )
-_NAMELESS = "parameters[{}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +84,11 @@ def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
         raise InvalidArgumentError(f"expected a module or parameters, not {type(source).__name__}")
     pairs: list[tuple[str, Any]] = []
     for number, item in enumerate(source):
-        pairs += _pairs_of_item(number, item)
+        if isinstance(item, torch.nn.Module):
+            pairs += item.named_parameters(prefix=str(number))
+        else:
+            pairs.append(item if isinstance(item, tuple) else (f"parameters[{number}]", item))
     return pairs
-
-
-def _pairs_of_item(
-    number: int, item: torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module
-) -> Iterable[tuple[str, torch.Tensor]]:
-    if isinstance(item, torch.nn.Module):
-        return item.named_parameters(prefix=str(number))
-    if isinstance(item, tuple):
-        return [item]
-    return [(_NAMELESS.format(number), item)]
 
 
 def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:

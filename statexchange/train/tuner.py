@@ -55,6 +55,4 @@ class Tuner:
         if not self._untried:
             self._untried = [replace(fastest, bucket_bytes=size) for size in self._sizes]
             self._sizes = []
-        if self._untried:
-            return self._untried[0]
-        return fastest
+        return self._untried[0] if self._untried else fastest

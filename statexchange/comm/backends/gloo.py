@@ -188,9 +188,7 @@ class GlooBackend(Backend):
         rows = into.view(self.world_size, -1)
         rows[self.rank].copy_(data)
         # Each rank is the root of its own row's broadcast. All of them are under way at once.
-        posts = []
-        for rank, row in enumerate(rows):
-            posts.append(functools.partial(self._broadcast, row, rank, wait))
+        posts = [functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)]
         self._complete(wait, *posts)
 
     def all_to_all(
@@ -263,6 +261,7 @@ class GlooBackend(Backend):
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce one part on each rank, and exchange the results: two steps for any number of ranks."""
+        # Where the ranks do not divide the elements, the first ones have one more.
         share, more = divmod(tensor.numel(), self.world_size)
         sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)

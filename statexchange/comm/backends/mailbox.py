@@ -47,9 +47,8 @@ class Mailbox:
     def put(self, data: memoryview, tag: int, wait: Wait) -> None:
         """Send the bytes `data`; return when the receiver has taken all of it."""
         posted, received = 2 * tag, 2 * tag + 1
-        num_places = 1
-        if tag == _DATA_TAG:
-            num_places = 2  # the chunks of the ring: the sender fills one while the receiver empties the other
+        # The ring has two chunks: the sender fills one while the receiver empties the other.
+        num_places = 2 if tag == _DATA_TAG else 1
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[received] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece

@@ -63,9 +63,7 @@ class NCCLBackend(Backend):
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether NCCL is right: not for sums of halves that are divided later, nor for minima and maxima with NaN."""
-        if op in ("sum", "prod"):
-            return dtype in _WIDE
-        return dtype in _NCCL_INTS
+        return dtype in _WIDE if op in ("sum", "prod") else dtype in _NCCL_INTS
 
     def _run(self, post: Callable[[], Work], wait: Wait) -> None:
         with torch_errors(wait):

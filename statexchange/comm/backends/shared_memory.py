@@ -144,7 +144,7 @@ class SharedMemoryBackend(Backend):
             arena = Arena.create(nbytes)
             offer = arena.address
         answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _MEMORY, wait)
-        addresses = [json.loads(answer) for answer in answers]
+        addresses = list(map(json.loads, answers))
         if arena is None or None in addresses:
             if arena is not None:
                 arena.close()
@@ -329,10 +329,8 @@ class SharedMemoryBackend(Backend):
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Copy from root's memory if it is shared, else through its staging buffer. Collective."""
         is_root = self.rank == root
-        shown = 0  # the others' locations are not read, but all ranks must give one
-        if is_root:
-            shown = self._locate(data)
-        location = wait.enter(shown)[root]
+        # The others' locations are not read, but all ranks must give one.
+        location = wait.enter(self._locate(data) if is_root else 0)[root]
         if not location:
             if is_root:
                 self._move(data, data.numel(), [], wait)
@@ -355,7 +353,7 @@ class SharedMemoryBackend(Backend):
         """Exchange through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
-        sizes_by_rank = [json.loads(answer) for answer in answers]
+        sizes_by_rank = list(map(json.loads, answers))
         reads = []
         # A sender's bytes for this rank follow those for all lower ranks.
         for rank, part in enumerate(torch.split(into, list(into_sizes))):

@@ -114,7 +114,7 @@ def start(backend: str, store: Store, rank: int, world_size: int, timeout_s: flo
 
 def ranks_key(ranks: Sequence[int]) -> str:
     """Return a name of these ranks for keys of a store."""
-    return "-".join(str(rank) for rank in ranks)
+    return "-".join(map(str, ranks))
 
 
 class _Arrivals(OuterMonitor):

@@ -334,6 +334,4 @@ def open_control_page(
     # All rows have their process ids now: each rank wrote its own before the gathering above.
     if not all(map(page.can_see, range(world_size))):  # as across PID namespaces
         problem = b"a hidden process"
-    if any(all_gather_bytes(problem)):
-        return None
-    return page
+    return None if any(all_gather_bytes(problem)) else page

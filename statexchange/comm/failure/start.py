@@ -51,7 +51,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
         listener, address = _listen(bootstrap.world_size)
     try:
         offer = json.dumps([os.getpid(), address]).encode()
-        answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(offer, wait)]
+        answers = list(map(json.loads, bootstrap.all_gather_bytes(offer, wait)))
         pids = [pid for pid, _ in answers]
         if answers[0][1] is not None:
             coordinator = CoordinatorAddress(*answers[0][1])

@@ -113,9 +113,7 @@ class BucketAverager:
                 bucket.work = self._options.communicate(bucket.flat)
                 return
             work = self._comm.all_reduce(bucket.flat, self._op, scale=self._scale, async_op=async_op)
-            bucket.work = None
-            if isinstance(work, Work):
-                bucket.work = work
+            bucket.work = work if isinstance(work, Work) else None
 
     @contextlib.contextmanager
     def _shared_errors(self) -> Iterator[None]:

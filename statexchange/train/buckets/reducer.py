@@ -202,6 +202,7 @@ class BucketReducer(Reducer):
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
         digest = compare(self.comm, about, (spec.entry for spec in specs))
+        # Before backward makes the first gradients whose memory is to be used again.
         raise_malloc_thresholds()
         overlaps = options.overlap
         if overlaps is None:
@@ -288,9 +289,7 @@ class BucketReducer(Reducer):
         """
         index = self._index.get(id(tensor))
         if index is None or not self._options.averages_gradients or tensor.grad is None:
-            why = "it has none"
-            if index is None:
-                why = "it is no parameter of this reducer"
+            why = "it is no parameter of this reducer" if index is None else "it has none"
             raise InvalidArgumentError(f"a tensor of shape {list(tensor.shape)} has no gradient to reduce here: {why}")
         self._gradient_accumulated(index)
 
@@ -354,9 +353,7 @@ class BucketReducer(Reducer):
         self._hooks.forget_backward()
         try:
             with torch.no_grad():
-                share = 0.0
-                if not done:
-                    share = self._checked_weight(weight)
+                share = 0.0 if done else self._checked_weight(weight)
                 if step is None:
                     step = self._rounds
                 return self._averager.average(step, share, is_done=done)
