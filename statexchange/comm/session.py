@@ -429,9 +429,9 @@ class Session:
         answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
         accounts = list(map(values.decode, answers))
         # The failure of the lowest rank, so that all ranks raise the same.
-        for account in accounts:
-            if account["failure"] is not None:
-                return from_record(account["failure"])
+        for each in accounts:
+            if each["failure"] is not None:
+                return from_record(each["failure"])
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:

@@ -155,7 +155,7 @@ class HierarchicalBackend(Backend):
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
-        # Divided and scaled once, after the last sum: after each of the two it would be rounded twice.
+        # Divided and scaled after the last sum: before it, each host's part would be rounded once more.
         steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
         steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, NO_FINISH, inner))
         if self.leaders is not None:  # the other ranks get the finished result
