@@ -75,7 +75,7 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
 
 
 def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
-    """Return the names and parameters in `source`, tied ones under each name."""
+    """Return the names and parameters in `source`; a module gives those that are tied once, a list may repeat them."""
     if isinstance(source, torch.nn.Module):
         return source.named_parameters()
     if isinstance(source, Mapping):

@@ -72,6 +72,7 @@ class BucketAverager:
         self._pending_bytes += view.nbytes
         if self._pending_bytes >= _PENDING_BYTES:
             self._copy_pending()
+        # `Arrival.record` counts only the gradients of parameters that lie in a bucket.
         assert view.bucket is not None
         if not view.bucket.num_waiting and self._overlaps:
             self._send_full()
