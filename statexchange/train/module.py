@@ -186,15 +186,20 @@ class DistributedModule(nn.Module):
         Returns:
             The wrapped optimizers.
         """
-        trained = []
-        is_alone, after_step = len(optimizers) == 1, self._after_step
-        for optimizer in optimizers:
-            trained.append(
-                AlgorithmOptimizer(
-                    optimizer, self, algorithm, self._comm, is_alone=is_alone, after_step=after_step, **settings
-                )
+        # Not by a loop: if a later one is refused, a list of this frame would live on in the error's traceback, and the
+        # reducers in it would keep the parameters from a second attempt.
+        self._optimizers = [
+            AlgorithmOptimizer(
+                optimizer,
+                self,
+                algorithm,
+                self._comm,
+                is_alone=len(optimizers) == 1,
+                after_step=self._after_step,
+                **settings,
             )
-        self._optimizers = trained
+            for optimizer in optimizers
+        ]
         self._tune_every = tune_every
         self._tuner = self._optimizers[0].new_tuner()
         return self._optimizers
