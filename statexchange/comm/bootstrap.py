@@ -56,6 +56,7 @@ def form_communicator(
     """
     try:
         if bootstrap.world_size == 1:
+            # For what it starts, as torch's default group for init("nccl"). A single rank moves nothing by it.
             start_devices()
             topology = Topology(0, (0,), (platform.node(),))
             session = Session(SingleBackend(), bootstrap, None, UNWATCHED, topology, timeout_s)
@@ -119,9 +120,13 @@ def _lacking_for_memory() -> str:
 
 
 def _info(bootstrap: Backend) -> RankInfo:
+    memory = None
+    if not _lacking_for_memory():
+        # Ranks open each other's memory by process id, so these must mean the same to both.
+        memory = f"{host_identity()} {pid_namespace()}"
     return RankInfo(
         host_identity(),
-        None if _lacking_for_memory() else f"{host_identity()} {pid_namespace()}",
+        memory,
         platform.node(),
         secrets.token_hex(8),
         launchers_local_rank(bootstrap.rank, bootstrap.world_size),
@@ -146,6 +151,7 @@ def _failing_together(monitor: FailureMonitor, topology: Topology) -> Iterator[N
         with forming_group(monitor, topology.hosts):
             yield
     except BaseException as error:
+        # As an error of this package that names this rank: monitors send no others.
         reported = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
         monitor.report_failure(reported)
         monitor.close()
@@ -185,6 +191,7 @@ def _hierarchical_backend(
         if page is not None:
             shared = _shared_memory_backend(page, local, timeout_s)
             enter_on_node = functools.partial(page.enter, _STEP_ON_NODE)
+        # Without shared memory a host's ranks reduce over the transport, so that its data still leaves it only once.
         node = shared or local.transport(timeout_s)
     leaders = None
     if topology.rank in topology.leaders:

@@ -24,7 +24,6 @@ __all__ = [
     "fingerprint_of",
     "is_autograd_thread",
     "note_joined",
-    "public_call_name",
     "site_detail",
     "step_text",
     "under_way",
@@ -53,12 +52,6 @@ class PublicCall:
 under_way: ContextVar[PublicCall | None] = ContextVar("statexchange_public_call", default=None)
 
 
-def public_call_name() -> str | None:
-    """Return the name of the public call that is under way, None outside of one. Not collective."""
-    public = under_way.get()
-    return None if public is None else public.name
-
-
 def note_joined() -> None:
     """Note that all ranks have completed a step of the public call that is under way. Not collective."""
     public = under_way.get()
@@ -78,18 +71,26 @@ def absence_text(missing: Sequence[int], operation: str, timeout_s: float, silen
         silent: ranks that are stopped or cut off. Those of them that are missing may have come before they were.
     """
     public = under_way.get()
+    # These may have come before they were stopped, so it is not said that they have not.
     stopped = [rank for rank in missing if rank in silent]
     if stopped:
         causes = "their processes are stopped, or their hosts are cut off"
         return f"ranks {stopped} do not respond, after {timeout_s:g} s in {operation}: {causes}"
     if public is None or public.is_joined:
-        problem = f"ranks {list(missing)} did not reach {operation}" if missing else f"{operation} did not complete"
+        problem = f"{operation} did not complete"
+        if missing:
+            problem = f"ranks {list(missing)} did not reach {operation}"
         return f"{problem} in {timeout_s:g} s"
     subject = "not all ranks have"
     if missing:
         *others, last = map(str, missing)
-        subject = f"ranks {', '.join(others)} and {last} have not" if others else f"rank {last} has not"
-    where = "" if operation.startswith(public.name) else f" ({operation})"
+        subject = f"rank {last} has not"
+        if others:
+            subject = f"ranks {', '.join(others)} and {last} have not"
+    where = ""
+    # A description by `step_text` begins with the public call, which the sentence names already.
+    if not operation.startswith(public.name):
+        where = f" ({operation})"
     return f"{subject} called {public.name} in {timeout_s:g} s{where}; it must be called on all ranks"
 
 
@@ -161,13 +162,18 @@ def call_site() -> str:
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     thread = threading.current_thread().name
-    site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    site = f"thread {thread!r}"
+    if frame is not None:
+        site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     detail = _detail.get()
-    return site if detail is None else f"{site} ({detail()})"
+    if detail is not None:
+        site += f" ({detail()})"
+    return site
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_internal(file: str) -> bool:
+    # A frame of contextlib lies between the user's and ours: `public_call` is a context manager and a decorator.
     if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_TESTING)):
         return True
     torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks

@@ -67,6 +67,7 @@ _INT64_MAX = 2**63 - 1
 
 def _op_name(op: object) -> str:
     """Return one of _OPS for a name or a torch ReduceOp. Not collective."""
+    # An op of torch prints as RedOpType.SUM.
     name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
     name = {"product": "prod"}.get(name, name)
     if name not in _OPS:
@@ -81,8 +82,11 @@ def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
     """
     if factor == 0:
         return -_INT64_MAX - 1, _INT64_MAX
-    low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
+    low, high = limits.min, limits.max
+    if factor < 0:
+        low, high = -high, -low
     size = abs(factor)
+    # Both are rounded towards zero, and cut off where int64 ends.
     return max(-(-low // size), -_INT64_MAX - 1), min(high // size, _INT64_MAX)
 
 
@@ -105,6 +109,7 @@ class Reduction:
         Not collective.
         """
         factor = float(scale)
+        # Not kept: a program may scale by another number in each step.
         if factor != 1:
             return cls._of(_op_name(op), dtype, factor, backend)
         cached: Reduction | None = backend.reductions.get((op, dtype))
@@ -129,10 +134,12 @@ class Reduction:
             native = False
         if exact:  # sums and products must be checked for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
+        divisor, text = 1, plain
+        if op == "avg" and backend.world_size > 1:
+            divisor, text = backend.world_size, "avg"
         finish = NO_FINISH
-        if op == "avg" or scale != 1:
-            finish = Finish(backend.world_size if op == "avg" else 1, scale)
-        text = plain if finish.divisor == 1 else "avg"
+        if divisor != 1 or scale != 1:
+            finish = Finish(divisor, scale)
         if scale != 1:
             text += f" times {scale!r}"
         return cls(plain, dtype, finish, native, text)
@@ -170,6 +177,7 @@ class Reduction:
             return self._integers(backend, tensor, wait)
         if self.dtype in COMPLEX:
             return self._complex(backend, tensor, wait)
+        # A copy, as what follows works in place; halves in float32, so that a result is rounded once.
         wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
         if self.op in ("min", "max"):
             result = self._with_nan(backend, wide, wait)
@@ -189,13 +197,16 @@ class Reduction:
         """
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
-        least = float("-inf") if self.op == "max" else float("inf")
+        least = float("inf")
+        if self.op == "max":
+            least = -least
         return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         # Applied last: `_range_of_results` tells which results, times the factor, fit.
         factor = int(self.finish.scale)
+        # A copy, so that the caller's tensor stays as it is if a result does not fit.
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
         outside = (result < lowest) | (result > highest)
@@ -253,6 +264,7 @@ class FlatTensor(Generic[TensorT]):
             self.tensor.copy_(self.data.view(self.tensor.shape))
         if isinstance(self.original, np.ndarray):
             array = as_numpy(self.tensor)
+            # `_tensor_of_array` has copied an array that torch cannot take as it lies.
             if not np.may_share_memory(self.original, array):
                 self.original[...] = array
         return self.original
@@ -302,6 +314,7 @@ def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Ten
     if written:
         check_writable(array)
     plain = np.ascontiguousarray(array).reshape(array.shape)  # of no dim it makes one
+    # Torch warns of an array that cannot be written, although here it is only read.
     return as_torch(plain if plain.flags.writeable else plain.copy())
 
 
@@ -365,7 +378,8 @@ def _all_reduce_number(route: Route, number: object, op: object, out: object, sc
             raise InvalidArgumentError("the sum of numbers is returned at once: use a tensor with out= and async_op=")
         if isinstance(number, int) and not -_INT64_MAX - 1 <= number <= _INT64_MAX:
             raise InvalidArgumentError(f"{number} does not fit into int64: use a float or a tensor")
-        tensor = torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device="cpu")
+        dtype = torch.int64 if isinstance(number, int) else torch.float64
+        tensor = torch.tensor(number, dtype=dtype, device="cpu")
     all_reduce(route, tensor, op, None, scale, async_op=False)
     return tensor.item()
 
@@ -436,9 +450,13 @@ def all_reduce_multiple(
         if not groups and first_backend.enters_itself:  # without a reduction, in which it would
             wait.enter()
         for reduction, backend, flats in groups:
-            together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
+            alike = [flat.data for flat in flats]
+            together = alike[0]  # a single one is reduced in its own memory
+            if len(alike) > 1:
+                together = torch.cat(alike)
             reduction.all_reduce(backend, together, wait)
-            for flat, part in zip(flats, torch.split(together, [flat.data.numel() for flat in flats]), strict=True):
+            parts = torch.split(together, list(map(torch.numel, alike)))
+            for flat, part in zip(flats, parts, strict=True):
                 if flat.data is not together:
                     flat.data.copy_(part)
                 flat.write_back()
@@ -448,14 +466,18 @@ def all_reduce_multiple(
     for group in groups:
         tensor_texts += [flat.text for flat in group.flats]
     reductions = " ".join(dict.fromkeys(group.reduction.text for group in groups))
-    how = "" if contiguous else ", one by one"
+    how = ""
+    if not contiguous:
+        how = ", one by one"
     call = Call(f"all_reduce_multiple {reductions} of {len(all_tensors)}{how}: {_short(' '.join(tensor_texts))}")
     return route.collective(call, first_backend, body, async_op)
 
 
 def _short(text: str) -> str:
     """Shorten a text that may be long, so that two different ones still differ."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {fingerprint_of(text):016x}"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... {fingerprint_of(text):016x}"
 
 
 def reduce(
@@ -465,14 +487,19 @@ def reduce(
     is_root = route.rank == root
     with route.session.checking("reduce"):
         route.session.check_root(root)
+        # Only root has a result, so the others' tensors need not be writable, and their `out` is not looked at.
         flat, backend = _flat_for(route, tensor, written=is_root and out is None)
-        target = _target(flat, out) if is_root and out is not None else flat
+        target = flat
+        if is_root and out is not None:
+            target = _target(flat, out)
         reduction = Reduction.of(op, flat.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorT:
         result = target.start_from(flat)
         reduction.reduce(backend, result, root, wait)
-        return target.finish_with(result) if is_root else tensor
+        if not is_root:
+            return tensor
+        return target.finish_with(result)
 
     return route.collective(Call(f"reduce {reduction.text} {flat.text} to {root}"), backend, body, async_op)
 
@@ -548,10 +575,12 @@ def gather(
     has_result = root in (None, route.rank)
 
     def body(wait: Wait) -> list[TensorKindT]:
-        gathered = flat.data.new_empty(route.world_size * flat.data.numel() if has_result else 0)
+        numel = flat.data.numel() * route.world_size * has_result
+        gathered = flat.data.new_empty(numel)
         if root is None:
             backend.all_gather(flat.bytes, gathered.view(torch.uint8), wait)
         else:
+            # Each rank sends its part to root and nothing to the others; root alone receives.
             nbytes = flat.bytes.numel()
             sent = [0] * route.world_size
             sent[root] = nbytes
@@ -634,9 +663,10 @@ def _exchanged(
         by_sender.append(to_this)
         sizes.append(sum(metadata.nbytes for metadata in to_this))
     data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)
+    sent = [0] * route.world_size
     if flats:
         data = torch.cat([flat.bytes for flat in flats])
-    sent = [flat.bytes.numel() for flat in flats] or [0] * route.world_size
+        sent = [flat.bytes.numel() for flat in flats]
     received = data.new_empty(sum(sizes))
     backend.flat.all_to_all(data, sent, received, sizes, wait)
     tensors = []
@@ -705,7 +735,9 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     def body(wait: Wait) -> torch.Tensor:
         if backend.enters_itself:
             wait.enter()
-        memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if nbytes:  # memory of no bytes cannot be shared
+            memory = backend.empty(nbytes, wait)
         return memory.view(dtype).view(tuple(shape))
 
     call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
@@ -721,14 +753,15 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         )
     refusal: Exception | None = None
     flat: FlatTensor[TensorT] | None = None
-    backend = route.backend_for("cpu")
+    backend = route.backend_for("cpu")  # for the notes, if this rank's tensor is refused
     try:
         flat, backend = _flat_for(route, tensor, written=verb == "recv")
         text = flat.text
     except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
         refusal, text = error, f"refused: {error}"
+    direction = "to" if verb == "send" else "from"
     # A refusal is a text that differs from that of any tensor: the peer reads it as a different call.
-    note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
+    note = f"rank {route.rank} called {verb} {text} {direction} {peer} at {call_site()}"
 
     mover = backend.flat
 
@@ -765,4 +798,7 @@ def _note_if_different(mover: Backend, verb: str, peer: int, text: str, note: st
         mover.recv(received, peer, _OFFER, wait)
         mover.send(sent, peer, _ANSWER, wait)
     answer = bytes(received.numpy().data)
-    return None if answer[:8] == own_hash else answer[8:].rstrip(b"\0").decode(errors="replace")
+    if answer[:8] == own_hash:
+        return None
+    # The cut may lie inside a character of several bytes.
+    return answer[8:].rstrip(b"\0").decode(errors="replace")

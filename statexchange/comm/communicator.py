@@ -56,6 +56,7 @@ class _Collectives:
         return function
 
 
+# For type checkers it is the module itself.
 if not TYPE_CHECKING:
     collectives = _Collectives()
 
@@ -113,6 +114,7 @@ class Communicator:
             self._flat: Communicator | None = None
             self.arenas = ArenaExchange()
         else:
+            # The suffix makes calls of the two sides differ: ranks that mix them raise MismatchError.
             self._route = Route(session, session.transport, ", flat")
             self._groups = flat_side_of._groups  # noqa: SLF001 (the other side of this one)
             self._flat = self
@@ -267,6 +269,7 @@ class Communicator:
         """
         self._session.hand_over()
         for group in self._groups.values():
+            # A group of all ranks in their own order is this communicator itself.
             if group is not self:
                 group.hand_over()
 
@@ -319,6 +322,7 @@ class Communicator:
         # AbandonedError is no failure of this rank: it only leads here, where another rank reports one.
         if error is not None and not isinstance(error, AbandonedError):
             record = session.record(error, step_text(phase))
+        # The failure goes twice: by the call, if the ranks find that they are in different ones, and as its payload.
         call = Call(f"the end of {phase}", failure=record)
         answers = session.all_gather_bytes(call, encoded([record, note]), None, timeout_s)
         records, notes = zip(*map(values.decode, answers), strict=True)
@@ -362,6 +366,7 @@ class Communicator:
             self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
+            # An interrupt must end this rank now, so it cannot wait in `agree`.
             # The other ranks must not wait for one that was interrupted; alone, the communicator stays usable.
             if self.world_size > 1:
                 self.close(error)
@@ -406,6 +411,7 @@ class Communicator:
             self._session.raise_if_dead()
         if self.world_size > 1:
             self._session.monitor.report_progress()
+            # A rank that moves bytes is in no collective, where it would learn of the failure: so it asks here.
             if self._session.monitor.collective_requested():
                 raise AbandonedError
 
@@ -496,6 +502,7 @@ class Communicator:
         """
         with self.checking("broadcast_object"):
             self.check_root(root)
+        # By a gathering, which every backend has; the other ranks send null.
         sent = obj if self.rank == root else None
         return self._gather_values(f"broadcast_object from {root}", sent, values.types_of(obj))[root]
 
@@ -1075,6 +1082,7 @@ class Communicator:
         groups = self._groups
         # One that has been closed or has failed is made anew.
         if key not in groups or groups[key].is_closed:
+            # Until the group has a failure monitor of its own, that of this communicator watches its ranks.
             with self._session.forming_group():
                 bootstrap = self._session.group_of(key)
                 is_whole = bootstrap is self._session.transport  # all ranks, in their own order
@@ -1153,7 +1161,9 @@ class Communicator:
 
         Collective over those with local rank 0, the first time.
         """
-        return self.new_group(self._session.topology.ranks_of_local_rank_0) if self.local_rank == 0 else None
+        if self.local_rank != 0:
+            return None
+        return self.new_group(self._session.topology.ranks_of_local_rank_0)
 
     @property
     def flat(self) -> Communicator:
@@ -1164,8 +1174,9 @@ class Communicator:
         """
         # Made late, since most callers never use it.
         if self._flat is None:
-            is_flat = self._route.hierarchy is None
-            self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_side_of=self)
+            self._flat = self
+            if self._route.hierarchy is not None:
+                self._flat = Communicator(self._session, self.run, self._form, flat_side_of=self)
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:

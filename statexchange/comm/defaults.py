@@ -106,6 +106,7 @@ class _Registry:
         self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
     ) -> Communicator:
         """Return the communicator of `part` of `group`, made by `make` on the first call. Collective if `make` is."""
+        # First, so that a wrong deadline is refused by each call, and not only by the one that uses it.
         if timeout_s is not None:
             check_timeout(timeout_s)
         existing = self.find(group, *part)
@@ -187,7 +188,10 @@ def adopted(group: ProcessGroup, timeout_s: float | None = None, *, check: bool 
         from statexchange.comm.backends.store import over_group
 
         bootstrap = over_group(group, wait_s)
-        devices = NCCLBackend(group, bootstrap) if "nccl" in str(dist.get_backend_config(group)) else None
+        devices = None
+        # A group may have a backend for each kind of device, as "cpu:gloo,cuda:nccl".
+        if "nccl" in str(dist.get_backend_config(group)):
+            devices = NCCLBackend(group, bootstrap)
         return form_communicator(bootstrap, wait_s, check=check, start_devices=lambda: devices)
 
     return _registry.adopt(group, make, timeout_s)
@@ -252,7 +256,8 @@ def forget_all() -> None:
     _registry.close()
 
 
-# `_default` is set by `use`, for this thread; `_of_process` by `init`.
+# `_default` is set by `use`, for this thread; `_of_process` by `init`. `_default` has no default value, as None is one:
+# `use(None)` sets it, so that `init` makes a new communicator in the block.
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator")
 _of_process: Communicator | None = None
 
@@ -266,7 +271,9 @@ def default() -> Communicator | None:
         comm = _default.get()
     except LookupError:
         comm = _of_process
-    return None if comm is not None and comm.is_inherited and comm.world_size == 1 else comm
+    if comm is not None and comm.is_inherited and comm.world_size == 1:
+        return None
+    return comm
 
 
 def set_default(comm: Communicator | None) -> None:
@@ -400,7 +407,10 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
 def current() -> Communicator | None:
     """Return the default communicator if it exists already, made or adopted. Not collective."""
     comm = default()
-    return comm if comm is not None else _registry.find(torch_default_group())
+    if comm is not None:
+        return comm
+    # Of no group nothing is found, as None is never adopted.
+    return _registry.find(torch_default_group())
 
 
 def is_initialized() -> bool:
@@ -453,7 +463,9 @@ def get_backend() -> str:
         'single'
     """
     comm = current()
-    return comm.backend if comm is not None else "single"
+    if comm is None:
+        return "single"
+    return comm.backend
 
 
 def get_rank() -> int:
@@ -519,5 +531,6 @@ def get_local_rank() -> int:
 
 def local_rank_of(comm: Communicator) -> int:
     """Return the launcher's local rank if `comm` has all its ranks, else the local rank in `comm`. Not collective."""
+    # The launcher's first, so that a rank has the same number before `init`, when there is no other.
     local_rank = launchers_local_rank(comm.rank, comm.world_size)
     return comm.local_rank if local_rank is None else local_rank

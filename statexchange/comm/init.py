@@ -128,6 +128,7 @@ def init(
     except BaseException:
         comm.close()
         raise
+    # Last, when nothing can fail any more: a later `init` returns the default, if there is one.
     _options_of[comm] = options
     defaults.set_default(comm)
     return comm
@@ -166,6 +167,7 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
     running = defaults.torch_default_group() if is_torchs or options.rendezvous is None else None
     if options.backend == "auto" and running is not None:
         return defaults.adopted(running, timeout_s, check=check)
+    # NCCL moves tensors of GPUs alone. Those of CPUs go as with "auto".
     prefer = {"auto": "auto", "nccl": "auto", "shm": "shm"}.get(options.backend, "transport")
     if not is_torchs:
         return form_communicator(_bootstrap_backend(options, running, timeout_s), timeout_s, prefer=prefer, check=check)
@@ -187,12 +189,14 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
 def _bootstrap_backend(options: InitOptions, running: ProcessGroup | None, timeout_s: float) -> Backend:
     """Return a backend over which the ranks can exchange bytes. Collective."""
     launch = detect_launch()
+    # Before MPI and a running group: also as one of their ranks this is a world of one.
     if options.backend == "single":
         return SingleBackend()
     if options.backend == "mpi" or (options.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm.backends import mpi
 
         return mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s)
+    # A running group may have several ranks without any launcher, as those that a script has spawned.
     if options.rendezvous is None and running is None and launch.world_size == 1:
         return SingleBackend()
     return _bootstrap_at_store(options, running, timeout_s)
@@ -209,8 +213,12 @@ def _bootstrap_at_store(options: InitOptions, running: ProcessGroup | None, time
     launch = detect_launch()
     if options.rendezvous is None:
         return rendezvous.by_launcher(launch, timeout_s)
-    rank = launch.rank if options.rank is None and launch.variable else options.rank
-    size = launch.world_size if options.world_size is None and launch.variable else options.world_size
+    rank, size = options.rank, options.world_size
+    if launch.variable:  # else the launcher's numbers are those of a process without one, 0 of 1
+        if rank is None:
+            rank = launch.rank
+        if size is None:
+            size = launch.world_size
     if rank is None or size is None or not 0 <= rank < size:
         raise InvalidArgumentError(
             "a rendezvous needs rank and world_size with 0 <= rank < world_size, "
@@ -248,8 +256,10 @@ def _choose(devices: Devices, local_rank: int) -> str:
     if devices is False:
         return "cpu"
     if devices is None:
-        num_gpus = _num_gpus() if importlib.util.find_spec("torch") is not None else 0
-        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"  # several ranks may share a GPU
+        num_gpus = _num_gpus()
+        if not num_gpus:
+            return "cpu"
+        return _use(f"cuda:{local_rank % num_gpus}")  # several ranks may share a GPU
     if not 0 <= local_rank < len(devices):
         raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")
     return _use(_name(devices[local_rank], devices))
@@ -263,15 +273,20 @@ def _check_devices(devices: object) -> None:
 
 
 def _num_gpus() -> int:
+    if importlib.util.find_spec("torch") is None:  # as MPI needs none
+        return 0
     import torch
 
-    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.device_count())
 
 
 def _name(entry: object, devices: Sequence[object]) -> str:
     import torch
 
     try:
+        # A bool is an int in Python: True would be GPU 1.
         if isinstance(entry, bool):
             raise TypeError("neither a number nor a name")
         device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(cast("str", entry))

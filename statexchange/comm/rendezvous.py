@@ -91,8 +91,10 @@ def _at_torchruns_store(joining: Joining) -> StoreBootstrap:
 def _by_mpi(backend: Backend, timeout_s: float) -> StoreBootstrap:
     """Return a bootstrap backend at a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
-    server = Server(host, 0, timeout_s) if backend.rank == 0 else None
-    offer = None if server is None else [host, server.port, server.nonce]
+    server = offer = None
+    if backend.rank == 0:
+        server = Server(host, 0, timeout_s)
+        offer = [host, server.port, server.nonce]
     offers = backend.all_gather_bytes(json.dumps(offer).encode(), Wait(timeout_s, "the choice of a port"))
     host, port, nonce = json.loads(offers[0])
     place = Place([host], port, nonce, host)
@@ -125,6 +127,7 @@ def at_url(url: str, rank: int, world_size: int, timeout_s: float) -> StoreBoots
             return _at_address(parts.hostname, port, rank, world_size, timeout_s)
     else:
         raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
+    # A world of one meets nobody: it needs a store of this process alone, but its URL is checked all the same.
     return StoreBootstrap(_stores.HashStore(), 0, range(1))
 
 

@@ -85,6 +85,7 @@ def announced(path: Path, server: Server) -> Iterator[None]:
                     raise NotInitializedError(text, rank=0)
         yield
     finally:
+        # A file that stays does no harm, see the top of this file: this must not hide how the rendezvous ended.
         with contextlib.suppress(StorageError), _opened(path) as directory:
             _remove_files(directory, server.nonce)
 
@@ -116,6 +117,7 @@ def _read(directory: int, name: str) -> _Announcement | None:
 
 def _put(path: Path, name: str, content: bytes = b"") -> None:
     """Write a new file."""
+    # Not under another name first: a reader takes a file that is not complete for none, and reads it again.
     with _opened(path) as directory, open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "wb") as file:
         file.write(content)
 

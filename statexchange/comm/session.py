@@ -63,7 +63,6 @@ from statexchange.comm.calls import (
     encoded,
     is_autograd_thread,
     note_joined,
-    public_call_name,
     step_text,
     under_way,
 )
@@ -160,7 +159,7 @@ class Session:
         )
         # A thread of the parent, which does not exist here, may have held a lock during the fork: use new ones.
         self._call_lock = threading.Lock()
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.disown(self.dead)
 
     def _claim(self, call: Call) -> None:
@@ -229,6 +228,7 @@ class Session:
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """Run `job` as `guarded` does, unless this rank is inside a call."""
+        # Without blocking: it may be this very thread that holds the lock, below a signal handler.
         if not self._call_lock.acquire(False):
             raise InvalidArgumentError(
                 f"{call.text} was called inside another call of this communicator, {self._last_call}, by a signal "
@@ -246,6 +246,7 @@ class Session:
         """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if calls differ. Collective."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
+        # Together with the payload: a comparison before it would be a message more.
         fingerprint = call.fingerprint.to_bytes(8, "little")
         answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
         if any(answer[:8] != fingerprint for answer in answers):
@@ -350,9 +351,13 @@ class Session:
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
 
+    @property
+    def _queues(self) -> list[WorkQueue]:
+        return [self._queue, *self._peer_queues.values()]
+
     def drain(self) -> None:
         """Return when all work under way is done; its errors are raised by `wait`. Not collective."""
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.drain()
 
     def wait_all(self) -> None:
@@ -360,7 +365,7 @@ class Session:
         if self.is_inherited:
             self.raise_if_dead()
         self.drain()
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.raise_lost()
 
     def check_root(self, root: object) -> None:
@@ -422,10 +427,11 @@ class Session:
         }
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(account), None, self.begin(explaining))
-        accounts = [values.decode(answer) for answer in answers]
-        failures = [account["failure"] for account in accounts if account["failure"] is not None]
-        if failures:
-            return from_record(failures[0])
+        accounts = list(map(values.decode, answers))
+        # The failure of the lowest rank, so that all ranks raise the same.
+        for each in accounts:
+            if each["failure"] is not None:
+                return from_record(each["failure"])
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
@@ -474,7 +480,7 @@ class Session:
     def _compare_orders(self, group: Backend, ranks: Sequence[int], members: Sequence[int]) -> None:
         wait = Wait(self.timeout_s, f"the making of a group of ranks {list(members)}")
         answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
-        orders = [values.decode(answer) for answer in answers]
+        orders = list(map(values.decode, answers))
         if any(order != list(ranks) for order, _ in orders):
             raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
@@ -484,6 +490,7 @@ class Session:
         if failure is not None:
             error = from_record(failure)
             self._note_shared_error(call, error, is_shared=True)
+            # Most often this is this rank's own error, which keeps its place in the user's code and its cause.
             if type(error) is type(cause) and isinstance(cause, StateExchangeError):
                 raise error.with_traceback(cause.__traceback__) from cause.__cause__
             raise error from cause
@@ -491,19 +498,24 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Leave the group: peers that wait for this rank raise PeerError, or `error`. Not collective."""
         forks.forget(self)
-        public = public_call_name()
-        reported = None if error is None else from_record(self.record(error, public or "its own code"))
+        public = under_way.get()
+        reported, since = None, ""
+        if error is not None:
+            phase, ended = "its own code", "this rank's code"
+            if public is not None:
+                phase = ended = public.name
+            reported = from_record(self.record(error, phase))
+            since = f" since {type(error).__name__} ended {ended}"
+        # First the reason, then the end of the connections: ranks that wait here raise what reaches them first.
         if self.page is not None:
             self.page.leave(reported)
         self.backend.leave(reported)
         if reported is not None:
             self.monitor.report_failure(reported)
         if self.dead is None:
-            ended = "this rank's code" if public is None else public
-            since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
         # Work under way uses the monitor and the backends: it ends before they close, or a second has passed.
-        for queue in [self._queue, *self._peer_queues.values()]:
+        for queue in self._queues:
             queue.close(_CLOSE_S)
         self.monitor.close()
         self.backend.close()
@@ -566,6 +578,7 @@ class Route:
         or to raise.
         """
         session = self.session
+        # Also not once the group has failed: the checks of a call are what raises that error.
         return session.dead is None and under_way.get() is None
 
     def backend_for(self, device_type: str) -> Backend:
@@ -589,6 +602,7 @@ class Route:
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         session = self.session
+        # Ranks on different backends would wait for each other for ever: so their calls must differ in the text.
         if session.device_backend is not None:
             call.text += f" on {backend.device_type}"
         if self._suffix:

@@ -98,7 +98,8 @@ class Server:
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
-        self._store = None  # torch ends the server with its last reference: `store` is another one
+        # Torch ends the server with its last reference, and what `store` returns is one.
+        self._store = None
 
 
 class Place(NamedTuple):
@@ -141,8 +142,11 @@ def _client(address: str, place: Place, timeout_s: float) -> tuple[Store, str]:
     except RuntimeError as error:
         raise OSError(first_line(error)) from error
     store.set_timeout(as_timedelta(timeout_s))
+    nonce = None
     with _lost_server():
-        nonce = store.get("server").decode() if store.check(["server"]) else None
+        # `get` waits for a key, which the store of another program does not have.
+        if store.check(["server"]):
+            nonce = store.get("server").decode()
     if nonce is None or place.nonce not in (None, nonce):
         raise OSError(errno.ECONNREFUSED, "another program answers there")
     return _stores.PrefixStore(nonce, store), nonce
@@ -230,6 +234,7 @@ class Joining:
 
     def _wait_for_all(self, store: Store) -> None:
         while missing := self._missing(store):
+            # Before rank 0 decides, the only decision is the error of a rank that contradicts another one.
             if store.check(["decision"]):
                 self._decide(store)
             if time.monotonic() > self.deadline:

@@ -93,7 +93,10 @@ def topology_of(infos: Sequence[RankInfo], rank: int) -> Topology:
 def launchers_local_rank(rank: int, world_size: int) -> int | None:
     """Return the launcher's local rank of this process; None unless it started `rank` of as many ranks."""
     launch = detect_launch()
-    return launch.local_rank if (launch.rank, launch.world_size) == (rank, world_size) else None
+    # A group of only some of the launcher's ranks counts them anew.
+    if (launch.rank, launch.world_size) != (rank, world_size):
+        return None
+    return launch.local_rank
 
 
 def run_identity(nonce: str) -> str:

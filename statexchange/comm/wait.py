@@ -137,7 +137,7 @@ class Wait:
     def stall_error(self, missing: Sequence[int], silent: Sequence[int] = ()) -> StallError:
         """Return the error for ranks that have not come in time; the arguments are those of `absence_text`."""
         text = absence_text(missing, self.operation, self.timeout_s, silent)
-        return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
+        return StallError(text, missing=tuple(missing), rank=next(iter(missing), None))
 
     def until(self, done: Callable[[], object], pace: Pace = _PACE, watched: FailureMonitor | None = None) -> None:
         """Return once `done()` is true: poll without a pause first, then yield, then nap ever longer.

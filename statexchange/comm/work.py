@@ -97,15 +97,18 @@ class Work(Generic[T]):
             [tensor([1.])]
         """
         if timeout_s is not None:
+            # A longer wait than this would raise OverflowError.
             timeout_s = min(check_timeout(timeout_s, zero=True), threading.TIMEOUT_MAX)
         if not self._ended.wait(timeout_s):
             raise StallError(f"{self.operation} is not done after {timeout_s:g} s")
         self._is_reported = True
+        # An AbandonedError has no cause of its own: the callback raises that of the rank that has failed.
         if isinstance(self._error, AbandonedError) and self._broken_off is not None:
             self._broken_off()
         if self._error is not None:
             if self._queue is not None:
                 self._queue.note_raised(self._error)
+            # Else its traceback would grow with each `wait`.
             raise self._error.with_traceback(None)
         return cast("T", self._result)
 
@@ -135,6 +138,7 @@ class Work(Generic[T]):
             self._result = body()
         except BaseException as error:  # noqa: BLE001 (it is raised where the work is waited for)
             self._error = error
+        # Last: a thread that sees the end reads the result or the error without a lock.
         self._ended.set()
 
 
@@ -157,6 +161,7 @@ class WorkQueue:
     ) -> Work[T]:
         """Queue `body` behind all that was submitted before."""
         if self._thread is None:
+            # A daemon: work that waits for other ranks must not keep the process from exiting.
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         work: Work[T] = Work(operation, broken_off, self)

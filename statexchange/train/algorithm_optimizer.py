@@ -66,6 +66,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
             communicate=algorithm.collective(self._run),
             **settings,
         )
+        # Only now: the reducer takes the algorithm's function when it is made, and the function uses the run.
         self._run.reducer = self.reducer
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -91,7 +92,8 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Synchronise, then let the inner optimizer step. Collective."""
         if self.algorithm.bucket_type == "weight":
-            self.finalize()  # before the first call of a closure, see Decentralized
+            # Weights are averaged before the gradients are used, and with a closure before these are made.
+            self.finalize()
             result = self.inner.step(closure)
             self._steps += 1
             self._is_averaged = False
@@ -134,6 +136,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         run.reducer = self.reducer
         self._run = run
         self.algorithm = algorithm
+        # The algorithm's steps count from the switch.
         self._steps = 0
         self._is_averaged = False
 
@@ -144,7 +147,9 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
     def use(self, setting: Setting) -> None:
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
-        self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
+        self._run.comm = self._whole_comm
+        if not setting.hierarchical:
+            self._run.comm = self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
 
     def average_state(self) -> None:
@@ -153,6 +158,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         Raises:
             MismatchError: ranks have state of different parameters.
         """
+        # As buffers of a module, which ranks compare by name, dtype and shape before they average.
         state = nn.Module()
         for name, parameter in self._named().items():
             for key, value in self.inner.state.get(parameter, {}).items():

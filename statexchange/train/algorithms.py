@@ -85,12 +85,15 @@ class Algorithm(abc.ABC):
         Raises:
             InvalidArgumentError: a hierarchy is asked for, and `comm` has none.
         """
+        # On one host, or with one rank on each, two steps would be one: there the option changes nothing.
         if self.hierarchical and comm.flat is comm and 1 < comm.num_nodes < comm.world_size:
             raise InvalidArgumentError(
                 f"hierarchical=True, but the {comm.backend} backend treats the ranks of {comm.num_nodes} hosts alike:"
                 " init('auto') makes a communicator with a hierarchy"
             )
-        return comm.flat if self.hierarchical is False else comm
+        if self.hierarchical is False:
+            return comm.flat
+        return comm
 
     def is_due(self, step: int) -> bool:  # noqa: ARG002 (for subclasses)
         """Whether ranks communicate in this step; steps count from 0 at the switch to this algorithm."""
@@ -188,17 +191,18 @@ class QuantizedAllReduce(Algorithm):
 def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) -> None:
     """Replace `flat` by its average over ranks, sent in 8 bits. Collective."""
     spans = run.reducer.spans(flat)
-    parts = 2 if flat.is_complex() else 1
-    numel = parts * sum(n for _, n in spans)
-    if run.comm.world_size == 1 or not numel:
+    parts, real = _as_real(flat)
+    # Without the padding: its zeros would widen the range of the last chunk.
+    real = real[: parts * sum(n for _, n in spans)]
+    if run.comm.world_size == 1 or not real.numel():
         return
-    real = torch.view_as_real(flat).view(-1) if parts == 2 else flat
-    real = real[:numel]
     mean = real.to(torch.float32, copy=True)
     low, high = mean.aminmax()
     if not (low >= -_LARGEST and high <= _LARGEST):
         mean.fill_(torch.nan)  # averaging within the host could hide a value that is too large
-    mean.div_(_ranks_led(run.comm))  # before the host's sum, which could overflow
+    # With the hierarchy a leader gets the sum over its host. Divided before, as the sum could overflow.
+    if run.comm.flat is not run.comm:
+        mean.div_(run.comm.local_world_size)
     residuals: list[torch.Tensor] = []
 
     def between(leaders: Leaders, mean: torch.Tensor) -> None:
@@ -208,17 +212,21 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
         residuals.append(_exchange_quantized(leaders, mean))
 
     run.comm.through_leaders(mean, between, operation="quantising gradients")
+    # All ranks have equal bits here, so all take the same branch.
     if not mean.isfinite().all():
         run.comm.agree(_quantisation_error(real.to(torch.float32), spans, parts), phase="quantising gradients")
         raise AssertionError("the average is not finite, but the values of all ranks are")
+    # After the check: what was lost of a bad gradient is not carried into the next step.
     if error_feedback and residuals:
         run.residuals[flat] = residuals[0]
     real.copy_(mean)
 
 
-def _ranks_led(comm: Communicator) -> int:
-    """Return how many ranks' tensors a leader of `comm` gets as one sum. Not collective."""
-    return 1 if comm.flat is comm else comm.local_world_size
+def _as_real(flat: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return how many real numbers an element has, and `flat` as real numbers, in the same memory."""
+    if flat.is_complex():
+        return 2, torch.view_as_real(flat).view(-1)
+    return 1, flat
 
 
 def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
@@ -231,11 +239,14 @@ def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
     received = leaders.all_to_all(list(sent))
     ranks = sum(leaders.counts)
     part = torch.zeros(sent.shape[1] - _HEAD_BYTES, dtype=torch.float32, device=mean.device)
+    # Summed in the order of leaders, in float32: quantised values cannot be added up as bytes.
     for chunk, count in zip(received, leaders.counts, strict=True):
         part.add_(dequantize(chunk), alpha=count / ranks)
     gathered = leaders.all_gather(quantize(part.clamp_(-_LARGEST, _LARGEST)[None])[0])
-    residual = mean - torch.cat([dequantize(chunk) for chunk in sent])[: mean.numel()]
-    mean.copy_(torch.cat([dequantize(chunk) for chunk in gathered])[: mean.numel()])
+    # What quantising lost here. What the owner of a chunk loses of the average is not fed back.
+    residual = mean - torch.cat(list(map(dequantize, sent)))[: mean.numel()]
+    # By all ranks from the same bytes, this rank's part among them, so that all get equal bits.
+    mean.copy_(torch.cat(list(map(dequantize, gathered)))[: mean.numel()])
     return residual
 
 
@@ -254,7 +265,8 @@ def quantize(chunks: torch.Tensor) -> torch.Tensor:
     `dequantize` returns NaN for a row whose range float32 cannot hold. Of ``[0, 51, 255]`` the least value is 0, the
     step 1, and the levels are 0, 51 and 255; of ``[-1, 1]`` they are -1, 2/255, 0 and 255.
     """
-    ranges = torch.stack([torch.stack(row.aminmax()) for row in chunks])  # aminmax is vectorised over a row, not a dim
+    # By rows: aminmax is vectorised over a whole tensor, but not over a dim.
+    ranges = torch.stack([torch.stack(row.aminmax()) for row in chunks])
     low, high = ranges[:, :1], ranges[:, 1:]
     usable = (low >= -_LARGEST) & (high <= _LARGEST)
     low = torch.where(usable, low, torch.nan)
@@ -340,7 +352,9 @@ class Decentralized(Algorithm):
     def collective(self, run: Run) -> Communicate | None:
         """Return a function that averages with the peers of this rank; with all the reducer's all-reduce does it."""
         within_one_host = self.hierarchical and run.comm.num_nodes == 1
-        return None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
+        if self.peers == "all" or within_one_host:
+            return None
+        return functools.partial(self._average, run)
 
     def peers_of(self, rank: int, world_size: int, communication: int) -> list[int]:
         """Return the ranks with which `rank` averages in the communication of this number. Not collective."""
@@ -348,17 +362,24 @@ class Decentralized(Algorithm):
             return [peer for peer in range(world_size) if peer != rank]
         if self.peers == "ring":
             return sorted({(rank - 1) % world_size, (rank + 1) % world_size} - {rank})
+        # The lower half is paired with the upper one, shifted by one in each communication.
         half = (world_size + 1) // 2
-        lower = rank < half
-        peer = (communication + rank) % half + half if lower else (rank - half - communication) % half
-        return [peer] if peer < world_size else []
+        peer = (rank - half - communication) % half
+        if rank < half:
+            peer = (communication + rank) % half + half
+        if peer >= world_size:  # an odd number of ranks: this one is left over
+            return []
+        return [peer]
 
     def _average(self, run: Run, flat: torch.Tensor) -> None:
         """Replace `flat` by its average over this rank and its peers. Collective."""
+        # This is called once for each bucket, and all buckets of a communication go to the same peers.
         communication = run.num_calls // len(run.reducer.buckets)
         run.num_calls += 1
-        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        wide = real if real.dtype in _WIDE else real.to(torch.float32)
+        _, real = _as_real(flat)
+        wide = real
+        if real.dtype not in _WIDE:
+            wide = real.to(torch.float32)
         between = functools.partial(self._average_sums, communication=communication)
         run.comm.through_leaders(wide, between, operation="averaging weights with peers")
         if wide is not real:
@@ -369,7 +390,10 @@ class Decentralized(Algorithm):
         count = len(leaders.counts)
         peers = self.peers_of(leaders.rank, count, communication)
         # An empty tensor for those that are no peers. Being a peer is mutual, so two leaders send equal sizes.
-        totals = leaders.all_to_all([total if peer in peers else total[:0] for peer in range(count)])
+        sent = [total[:0]] * count
+        for peer in peers:
+            sent[peer] = total
+        totals = leaders.all_to_all(sent)
         totals[leaders.rank] = total
         group = sorted([leaders.rank, *peers])  # so that two peers add up in the same order, and get equal bits
         ranks = sum(leaders.counts[member] for member in group)

@@ -37,6 +37,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     """
     reducer = BucketReducer(module, comm)
     try:
+        # Its hooks have seen no backward: every gradient that is there counts as one that arrived.
         for parameter in reducer.parameters.values():
             if parameter.grad is not None:
                 reducer.add(parameter)

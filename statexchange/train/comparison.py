@@ -71,4 +71,6 @@ def _difference(
 def shortened(items: Sequence[object]) -> str:
     """Return a text of the first four `items` and the number of the others. Not collective."""
     shown = ", ".join(map(str, items[:_MOST_SHOWN]))
-    return shown if len(items) <= _MOST_SHOWN else f"{shown} and {len(items) - _MOST_SHOWN} more"
+    if len(items) > _MOST_SHOWN:
+        shown += f" and {len(items) - _MOST_SHOWN} more"
+    return shown

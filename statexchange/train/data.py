@@ -146,6 +146,7 @@ class DistributedDataContainer(Dataset[Sample]):
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """Return the samples of a batch, by the dataset's own `__getitems__` if it has one."""
+        # A DataLoader calls this, and not `__getitem__`, for a batch.
         samples = [self._sample(index) for index in indices]
         fetch: Callable[[list[int]], Sequence[Sample]] | None = getattr(self.data, "__getitems__", None)
         if fetch is not None:
@@ -181,7 +182,7 @@ class DistributedDataContainer(Dataset[Sample]):
             "shuffle": self.shuffle,
             "seed": self.seed,
             "epoch": self._epoch,
-            "consumed": [list(entry) for entry in consumed],
+            "consumed": list(map(list, consumed)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,19 +221,23 @@ class DistributedDataContainer(Dataset[Sample]):
         """
         self._epoch = epoch
         self._history = list(history)
+        # A range, which takes no memory, unless the order is another one.
         order: range | torch.Tensor = range(self.num_samples)
         if self.shuffle:
             order = _shuffled(self.num_samples, self.seed, epoch)
         # Each earlier run has left something of what the run before it had left.
         for world_size, count in history:
-            every = torch.arange(self.num_samples) if isinstance(order, range) else order
-            order = _remaining(every, world_size, count, self.uneven)
+            if isinstance(order, range):
+                order = torch.arange(self.num_samples)
+            order = _remaining(order, world_size, count, self.uneven)
         begin, size = part_of(len(order), self.world_size, self.rank, self.uneven)
         self._part = _cut(order, begin, size)
+        # The state is rank 0's. A rank whose part is shorter has consumed all of it.
         self._skipped = self._consumed = min(consumed, size)
 
     def _sample(self, index: int) -> int:
         """Return the number in `data` of this rank's sample `index`."""
+        # This may be a worker's copy: it can begin another epoch by itself, but it does not have a state loaded later.
         epoch, loads = self._shared.tolist()
         if loads != self._loads:
             raise InvalidArgumentError("a state was loaded after these workers started: make a new DataLoader")
@@ -245,6 +250,7 @@ class DistributedDataContainer(Dataset[Sample]):
 
 def _rank_and_world_size(comm: CommLike | None) -> tuple[int, int]:
     """Return this rank and the number of ranks, without making a communicator for the default."""
+    # Making one would be collective, and a container may be made on some ranks only.
     if comm is None and get_world_size() > 1:
         return get_rank(), get_world_size()
     communicator = as_communicator(comm)
@@ -294,10 +300,11 @@ def _num_samples(data: Data) -> int:
     lengths = dict(_lengths(data, "data"))
     if not lengths:
         raise InvalidArgumentError("data has no fields")
-    if len(set(lengths.values())) > 1:
+    numbers = set(lengths.values())
+    if len(numbers) > 1:
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
         raise InvalidArgumentError(f"the fields of the data differ in length: {text}")
-    return next(iter(lengths.values()))
+    return numbers.pop()
 
 
 def _lengths(data: Data, path: str) -> Iterator[tuple[str, int]]:
@@ -321,5 +328,7 @@ def _item(data: Data, sample: int) -> Sample:
         return {key: _item(field, sample) for key, field in data.items()}
     if isinstance(data, tuple):
         items = [_item(field, sample) for field in data]
-        return data._make(items) if hasattr(data, "_make") else tuple(items)
+        if hasattr(data, "_make"):  # a namedtuple, whose class takes its fields one by one
+            return data._make(items)
+        return tuple(items)
     return data[sample]

@@ -48,6 +48,7 @@ def as_comm_hook(comm: CommLike | None = None) -> Hook:
         True
     """
     communicator = as_communicator(comm)
+    # One thread is enough: the works of a communicator end in the order in which they were begun.
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

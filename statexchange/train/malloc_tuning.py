@@ -27,6 +27,8 @@ def raise_malloc_thresholds() -> None:
 
 def trim_malloc() -> None:
     """Return free heap memory to the kernel, if the C library can, after gradients moved into new buckets."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    if os.name == "posix":
+        # Of the process itself, which exists on POSIX alone. Glibc has the function; musl and macOS have none.
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)

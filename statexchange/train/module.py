@@ -29,7 +29,7 @@ __all__ = ["DistributedModule", "data_parallel"]
 
 _PHASE = "switching the algorithm"
 _SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
-_MAX_STEP_TIMES = 1 << 12
+_MAX_STEP_TIMES = 1 << 12  # kept at most: without a tuner nobody takes them away
 
 
 class DistributedModule(nn.Module):
@@ -72,6 +72,7 @@ class DistributedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Copy the module; the copy has the same communicator and no optimizer. AveragedModel calls this."""
+        # The optimizers step the parameters of the original, and their hooks are on these.
         return DistributedModule(copy.deepcopy(self.module, memo), self._comm)
 
     # The module
@@ -115,6 +116,7 @@ class DistributedModule(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner module)
+        # First as nn.Module does, which keeps submodules, `module` among them, out of the instance's attributes.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -156,6 +158,7 @@ class DistributedModule(nn.Module):
         with self._comm.phase(_PHASE):
             chosen = optimizers[0].accept(algorithm)
             allreduce_parameters(self, comm=self._comm)
+            # Only after an algorithm whose ranks diverge: equal gradients keep equal states equal.
             for optimizer in optimizers:
                 if optimizer.algorithm.bucket_type == "weight":
                     optimizer.average_state()
@@ -183,6 +186,8 @@ class DistributedModule(nn.Module):
         Returns:
             The wrapped optimizers.
         """
+        # Not by a loop: if a later one is refused, a list of this frame would live on in the error's traceback, and the
+        # reducers in it would keep the parameters from a second attempt.
         self._optimizers = [
             AlgorithmOptimizer(
                 optimizer,
@@ -219,7 +224,9 @@ class DistributedModule(nn.Module):
         """
         optimizers = self._trained()
         first = optimizers[0]
-        median = statistics.median(self._step_times) if self._step_times else None
+        median = None
+        if self._step_times:
+            median = statistics.median(self._step_times)
         self._step_times.clear()
         self._is_tuning_due = False
         medians = [value for value in self._comm.all_gather_object(median) if value is not None]
@@ -334,7 +341,9 @@ def data_parallel(
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
         trained = wrapped.train_with(optimizers, chosen, tune_every, **settings)
-    return wrapped, trained[0] if optimizers[0] is optimizer else trained
+    if optimizers is optimizer:
+        return wrapped, trained
+    return wrapped, trained[0]
 
 
 def _check_arguments(module: object, optimizers: object, settings: Mapping[str, object], tune_every: object) -> None:

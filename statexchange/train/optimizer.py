@@ -108,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_flags(init_sync=init_sync)
             self._check(settings)
             named = self._named()
+        # A gradient that is sent during backward is sent before the sum of weights is known.
         if weight is not None:
             settings["overlap"] = False
         self.reducer = BucketReducer(named, self._comm, **settings)
@@ -166,13 +167,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._optimizer.add_param_group(param_group)
             named = self._named()
         present = self.reducer.parameters
-        ids = {id(parameter) for parameter in present.values()}
+        ids = set(map(id, present.values()))
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
             self.reducer.reset({**present, **new})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients, also those not averaged yet. Not collective, but all ranks must call it."""
+        # First, as it waits: gradients that are zeroed in place lie in memory that may be under reduction.
         self.reducer.discard()
         self._optimizer.zero_grad(set_to_none)
         self._is_averaged = False
@@ -202,7 +204,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # As after a backward, at whose end they are averaged, so that `step` has nothing left to do.
         if self._is_averaged:
             return
-        weight = None if self._weight is None else self._weight()
+        weight = None
+        if self._weight is not None:
+            weight = self._weight()
         active = self.reducer.reduce(weight=weight, step=self._steps)
         self._note_active(active)
         self._is_averaged = True
@@ -228,6 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.finalize()
             result = self._optimizer.step()
         else:
+            # An optimizer may call it more than once, as LBFGS does: each evaluation averages its own gradients.
             result = self._optimizer.step(lambda: self._evaluate(closure))
         self._steps += 1
         self.reducer.end_step()
@@ -243,11 +248,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return None
         mean = torch.as_tensor(loss).detach().clone()  # the caller's loss stays as it is
         self._comm.all_reduce(mean, "avg")
-        return mean if isinstance(loss, torch.Tensor) else mean.item()
+        if isinstance(loss, torch.Tensor):
+            return mean
+        return mean.item()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Enter a block whose backwards add to this rank's gradients without averaging. Not collective."""
+        # Blocks may be nested: only the end of the outermost one lets backward send again.
         self._no_sync_depth += 1
         self.reducer.eager = False
         try:
@@ -267,6 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._catch_up_root = None
         yield
+        # Every round tells all ranks which of them go on, so all leave the loop after the same one.
         while active := self.reducer.reduce(done=True):
             self._note_active(active)
         self.zero_grad()  # the averages of the last step, which this rank has not taken
@@ -287,8 +296,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _check_in_module(optimizer: torch.optim.Optimizer, in_module: Mapping[str, torch.Tensor]) -> None:
-    ids = {id(parameter) for parameter in in_module.values()}
+    ids = set(map(id, in_module.values()))
     for name, parameter in labelled_parameters(optimizer).items():
+        # Integers get no gradient, so it does not matter whether the module has them.
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(

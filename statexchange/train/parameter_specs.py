@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ __all__ = [
 Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
 )
-_NAMELESS = "parameters[{}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +75,20 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
 
 
 def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
-    """Return the names and parameters in `source`, tied ones under each name."""
+    """Return the names and parameters in `source`; a module gives those that are tied once, a list may repeat them."""
     if isinstance(source, torch.nn.Module):
         return source.named_parameters()
     if isinstance(source, Mapping):
         return source.items()
     if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
         raise InvalidArgumentError(f"expected a module or parameters, not {type(source).__name__}")
-    return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
-
-
-def _pairs_of_item(
-    number: int, item: torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module
-) -> Iterable[tuple[str, torch.Tensor]]:
-    if isinstance(item, torch.nn.Module):
-        return item.named_parameters(prefix=str(number))
-    return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]
+    pairs: list[tuple[str, Any]] = []
+    for number, item in enumerate(source):
+        if isinstance(item, torch.nn.Module):
+            pairs += item.named_parameters(prefix=str(number))
+        else:
+            pairs.append(item if isinstance(item, tuple) else (f"parameters[{number}]", item))
+    return pairs
 
 
 def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -117,6 +113,7 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
     devices: dict[torch.device, str] = {}
     specs = []
     for name, parameter in named.items():
+        # First, as a lazy parameter raises an error of torch's where it is asked for its shape.
         if torch.nn.parameter.is_lazy(parameter):
             raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
         if parameter.is_meta:
@@ -124,6 +121,7 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
         if not parameter.is_leaf:
             raise InvalidArgumentError("this tensor is no leaf of autograd's graph, and gets no gradient", name=name)
         local = local_part(parameter, name)
+        # Counted as they come: a rank's GPU may be cuda:0, and another rank's cuda:1.
         device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
         specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))
     return specs

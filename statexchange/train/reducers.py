@@ -60,6 +60,7 @@ class Reducer(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After an error the other ranks may not come to `finalize`, which is collective.
         if kind is None:
             self.finalize()
         else:
@@ -70,7 +71,9 @@ def operation(scale: float | None) -> tuple[str, float]:
     """Return `op` and `scale` for `all_reduce`: the average for None, else the sum times `scale`. Not collective."""
     if scale is not None and not hasattr(scale, "__float__"):
         raise InvalidArgumentError(f"scale must be a number or None, not {scale!r}")
-    return ("avg", 1.0) if scale is None else ("sum", scale)
+    if scale is None:
+        return "avg", 1.0
+    return "sum", scale
 
 
 class InlineReducer(Reducer):
@@ -178,7 +181,8 @@ class CoalescingReducer(Reducer):
         self._cached_bytes = 0
         self._works: list[Work[list[torch.Tensor]]] = []
         self._unfinished = _UnfinishedWarning(call_site())
-        weakref.finalize(self, self._unfinished.warn)  # also at exit
+        # By the record alone: a callback that referred to the reducer would keep it alive. It is called at exit, too.
+        weakref.finalize(self, self._unfinished.warn)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Reduce `tensor` in place before the next `finalize` returns.
@@ -204,7 +208,9 @@ class CoalescingReducer(Reducer):
     def finalize(self) -> None:
         """Send what is in the cache, and return when everything that was added is reduced. Collective."""
         self._flush()
+        # Taken out first, so that the next `finalize` does not raise an error that this one has raised.
         works, self._works = self._works, []
+        # All are done before one raises: the caller may then use every tensor again.
         self._comm.wait_all()
         for work in works:
             work.wait()

@@ -532,6 +532,7 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
     callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
         if comm.rank == root:
+            # In the order in which the others read its parts: windows are cut by this order.
             for state in states:
                 tensors += state.tensors.values()
         else:

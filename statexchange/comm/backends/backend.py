@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 
+# Torch is imported by the methods that need it: over MPI, values, barriers and groups work without it.
 if TYPE_CHECKING:
     import torch
 
@@ -89,6 +91,7 @@ class Backend(ABC):
     @functools.cached_property
     def reductions(self) -> dict[object, Any]:
         """A cache of the `Reduction` objects of `collectives`, by op and dtype."""
+        # It ends with the backend, on which they depend: what it reduces itself, and by what an average is divided.
         return {}
 
     @abstractmethod
@@ -122,6 +125,7 @@ class Backend(ABC):
         """Return a context that gives another thread the state of this one: torch's inference mode. Not collective."""
         import torch
 
+        # Torch keeps the mode by thread. Outside of it, tensors that were made in it cannot be written in place.
         return torch.inference_mode(torch.is_inference_mode_enabled())
 
     def leave(self, error: BaseException | None) -> None:  # noqa: B027 (most cannot reach them)
@@ -151,16 +155,20 @@ class Backend(ABC):
         from statexchange.comm.backends import reduction
 
         gathered = self.all_gather_bytes(reduction.to_bytes(tensor), wait)
+        # Bytes arrive on the CPU, also for a tensor of a GPU.
         parts = [reduction.from_bytes(data, tensor.dtype).to(tensor.device) for data in gathered]
         reduction.reduce_parts(tensor, parts, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
-        result = tensor if self.rank == root else tensor.clone()  # the tensors of the others stay as they are
+        result = tensor
+        if self.rank != root:
+            result = tensor.clone()  # `all_reduce` writes in place, and the tensors of the others stay as they are
         self.all_reduce(result, op, finish, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Write this rank's part of the reduction into `into`; `tensor` holds `world_size` parts. Collective."""
+        # `all_reduce` writes in place, and the caller's tensor stays as it is.
         result = tensor.clone()
         self.all_reduce(result, op, finish, wait)
         into.copy_(result.view(self.world_size, -1)[self.rank])
@@ -176,6 +184,7 @@ class Backend(ABC):
         """Copy the `data` of `root` to all ranks. Collective."""
         from statexchange.comm.backends import reduction
 
+        # All ranks must take part in a gathering; only root's bytes are read.
         sent = b""
         if self.rank == root:
             sent = reduction.to_bytes(data)
@@ -198,12 +207,11 @@ class Backend(ABC):
         from statexchange.comm.backends import reduction
 
         # Every rank gets all parts of all ranks, and their sizes, by which it skips those of others.
-        header = b"".join(size.to_bytes(8, "little") for size in sizes)
-        answers = self.all_gather_bytes(header + reduction.to_bytes(data), wait)
+        header = struct.Struct(f"<{self.world_size}Q")
+        answers = self.all_gather_bytes(header.pack(*sizes) + reduction.to_bytes(data), wait)
         into_begin = 0
         for answer, size in zip(answers, into_sizes, strict=True):
-            sent_sizes = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]
-            begin = 8 * self.world_size + sum(sent_sizes[: self.rank])
+            begin = header.size + sum(header.unpack_from(answer)[: self.rank])
             part = reduction.from_bytes(answer[begin : begin + size], into.dtype)
             into[into_begin : into_begin + size].copy_(part)
             into_begin += size
@@ -230,10 +238,12 @@ def gather_in_two_steps(
     """
     if world_size == 1:
         return [payload]
+    # Ranks do not know each other's sizes yet, and a collective needs them: so all records have one size.
     record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
     records = gather(record, [_RECORD] * world_size)
     sizes = [int.from_bytes(record[:8], "little") for record in records]
     rests = [b""] * world_size
+    # All ranks have all sizes, so all make the second call or none does; short payloads send nothing in it.
     if max(sizes) > _INLINE:
         rests = gather(payload[_INLINE:], [max(size - _INLINE, 0) for size in sizes])
     return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]

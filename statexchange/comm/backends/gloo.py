@@ -127,6 +127,7 @@ class GlooBackend(Backend):
         # A message that is still under way is broken off at exit, which needs the group.
         if self not in _waiting_threads.values():
             _ended_groups.append((os.getpid(), self._group, []))
+            # Without the group there is no connection left that `leave` could close.
             self._group, self._is_broken_off = None, True
 
     def _break_off(self) -> None:
@@ -186,7 +187,9 @@ class GlooBackend(Backend):
             return
         rows = into.view(self.world_size, -1)
         rows[self.rank].copy_(data)
-        self._complete(wait, *(functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)))
+        # Each rank is the root of its own row's broadcast. All of them are under way at once.
+        posts = [functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)]
+        self._complete(wait, *posts)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -258,6 +261,7 @@ class GlooBackend(Backend):
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce one part on each rank, and exchange the results: two steps for any number of ranks."""
+        # Where the ranks do not divide the elements, the first ones have one more.
         share, more = divmod(tensor.numel(), self.world_size)
         sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)

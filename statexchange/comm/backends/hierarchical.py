@@ -128,6 +128,7 @@ class HierarchicalBackend(Backend):
 
     def close(self) -> None:
         """Close the groups of this host and of the leaders. Not collective."""
+        # Not the transport, which the session closes.
         self.node.close()
         if self.leaders is not None:
             self.leaders.close()
@@ -154,6 +155,7 @@ class HierarchicalBackend(Backend):
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
+        # Divided and scaled after the last sum: before it, each host's part would be rounded once more.
         steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
         steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, NO_FINISH, inner))
         if self.leaders is not None:  # the other ranks get the finished result
@@ -180,6 +182,7 @@ class HierarchicalBackend(Backend):
         root_node, root_place = self._place_of(root)
         # Whether root is on this host, but does not lead it
         begins_here = root_node == self.topology.nodes[self.rank] and root_place != 0
+        # Then its host comes first, so that the leader has the data, and needs no second broadcast at the end.
         if begins_here:
             steps.on_node(lambda node, inner: node.broadcast(data, root_place, inner))
         steps.between(lambda leaders, inner: leaders.broadcast(data, root_node, inner))

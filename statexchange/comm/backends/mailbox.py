@@ -24,6 +24,7 @@ from statexchange.shared_memory import Arena
 
 __all__ = ["Mailbox"]
 
+# The size of the notes that ranks compare before data moves (collectives.py): nothing else uses the tags 0 and 1.
 _NOTE_BYTES = 320
 _CHUNK_BYTES = 1 << 18
 _NOTES_BEGIN = 64  # after the counts
@@ -46,7 +47,8 @@ class Mailbox:
     def put(self, data: memoryview, tag: int, wait: Wait) -> None:
         """Send the bytes `data`; return when the receiver has taken all of it."""
         posted, received = 2 * tag, 2 * tag + 1
-        num_places = 1 if tag != _DATA_TAG else 2
+        # The ring has two chunks: the sender fills one while the receiver empties the other.
+        num_places = 2 if tag == _DATA_TAG else 1
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[received] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
@@ -85,6 +87,7 @@ class Mailbox:
             return self._page.attach(json.loads(bytes(slot)), self._peer, wait).view
         # Not with the mailbox: most pairs of ranks send each other nothing.
         self._arena = Arena.create(2 * _CHUNK_BYTES)
+        # Filled up with spaces, which JSON ignores: its length need not be written.
         slot[:] = json.dumps(self._arena.address).encode().ljust(len(slot))
         return self._arena.view
 
@@ -92,7 +95,11 @@ class Mailbox:
         """Return when `done()` is true; raise if the peer has left before."""
 
         def is_done() -> bool:
-            reason = self._page.departure_of(self._peer, wait.operation) if self._page.has_left(self._peer) else None
+            reason = None
+            # Only whether it has left is read at each test, as that is a word of the page. Whether its process runs
+            # takes a look into /proc, which the wait's monitor does less often.
+            if self._page.has_left(self._peer):
+                reason = self._page.departure_of(self._peer, wait.operation)
             if done():  # read last: a peer may post and leave between two readings
                 return True
             if reason is not None:

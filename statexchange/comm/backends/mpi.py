@@ -103,7 +103,9 @@ class MPIBackend(Backend):
 
     def _duplicate(self, comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
         wait = Wait(timeout_s, "the formation of the communicator")
+        # First, as a duplication does not tell which rank is missing.
         self._await_ranks_in_collectives(comm, wait)
+        # Not `Dup`, which would block without a deadline.
         duplicate, request = comm.Idup()
         self._run(lambda: request, 0, wait)
         return duplicate
@@ -172,7 +174,10 @@ class MPIBackend(Backend):
         with self._keeping(requests, wait):
             for rank in range(self.world_size):
                 received = [bytearray(1), 1, self._mpi.BYTE]
-                requests[rank] = comm.Iscatterv(own_bytes if rank == self.rank else None, received, rank)
+                sent = None  # of all ranks but the root, which MPI does not read
+                if rank == self.rank:
+                    sent = own_bytes
+                requests[rank] = comm.Iscatterv(sent, received, rank)
             self._await(requests, [], wait)
 
     def _await_ranks(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
@@ -244,7 +249,10 @@ class MPIBackend(Backend):
         if typed is None:
             super().reduce(tensor, op, root, finish, wait)
         elif tensor.numel():
-            sent, received = (self._mpi.IN_PLACE, typed) if self.rank == root else (typed, None)
+            # Root alone reduces in place: the others only send, and have no receive buffer.
+            sent, received = typed, None
+            if self.rank == root:
+                sent, received = self._mpi.IN_PLACE, typed
             self._run(lambda: self._comm.Ireduce(sent, received, self._op(op), root), tensor.nbytes, wait)
             if self.rank == root:
                 finish(tensor)
@@ -281,6 +289,7 @@ class MPIBackend(Backend):
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
         """Call Ialltoallv. Collective."""
+        # Also with nothing to send or receive: sizes differ between ranks, so the others may have something.
         sent, received = self._parts(data, sizes), self._parts(into, into_sizes)
         self._run(lambda: self._comm.Ialltoallv(sent, received), data.numel() + into.numel(), wait)
 

@@ -50,6 +50,7 @@ class NCCLBackend(Backend):
 
     def as_caller(self) -> contextlib.AbstractContextManager[object]:
         """Return a context with the caller's current stream, too. Not collective."""
+        # Torch keeps the current stream by thread. On another one the work would not wait for what made its tensors.
         return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
@@ -66,7 +67,10 @@ class NCCLBackend(Backend):
 
     def _run(self, post: Callable[[], Work], wait: Wait) -> None:
         with torch_errors(wait):
+            # It is the current stream that waits, not this thread.
             post().wait()
+
+    # Tensors have one size on all ranks, so an empty one is skipped by all. Only in `all_to_all` sizes may differ.
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce by NCCL, in place. Collective."""

@@ -24,6 +24,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# `minimum` and `maximum` give NaN where any part has one, whatever the order of the parts.
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "prod": torch.mul,
@@ -69,6 +70,7 @@ def from_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor whose bytes these are. Not collective."""
     if not data:  # which `frombuffer` refuses
         return torch.empty(0, dtype=dtype, device="cpu")
+    # Torch warns of memory that cannot be written, as that of bytes.
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 

@@ -144,7 +144,7 @@ class SharedMemoryBackend(Backend):
             arena = Arena.create(nbytes)
             offer = arena.address
         answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _MEMORY, wait)
-        addresses = [json.loads(answer) for answer in answers]
+        addresses = list(map(json.loads, answers))
         if arena is None or None in addresses:
             if arena is not None:
                 arena.close()
@@ -163,7 +163,9 @@ class SharedMemoryBackend(Backend):
             if len(self._views) >= _MAX_KEPT_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                views = [[window.view(dtype)[:n] for window in windows] for windows in self._windows]
+                views = []
+                for windows in self._windows:
+                    views.append([window.view(dtype)[:n] for window in windows])
             self._views[dtype, n] = views
         self._turn ^= 1
         return views[self._turn]
@@ -178,6 +180,7 @@ class SharedMemoryBackend(Backend):
         if memory is None:
             self._warn_full(nbytes)
             return super().empty(nbytes, wait)
+        # An array: every view of it, and so every tensor over it, keeps it alive.
         base = memory.mappings[self.rank].lend()[:nbytes]
         self._opened += 1
         self._regions[self._opened] = _Region(memory, weakref.ref(base), base.ctypes.data, nbytes)
@@ -212,6 +215,7 @@ class SharedMemoryBackend(Backend):
         """Return the tensor at `location` in the memory of `rank`, of the size and dtype of `tensor`."""
         if rank == self.rank:
             return tensor
+        # A region has one number on all ranks, as they make them in the same order.
         begin = location & ((1 << _OFFSET_BITS) - 1)
         base = _tensor_over(self._regions[location >> _OFFSET_BITS].memory.mappings[rank].lend())
         return base[begin : begin + tensor.numel() * tensor.itemsize].view(tensor.dtype)
@@ -258,7 +262,8 @@ class SharedMemoryBackend(Backend):
         begin, end = self._slices(parts[0])[self.rank]
         # Chunk by chunk, so that a result is still in cache when it is copied to the other ranks' tensors.
         step = _CHUNK_BYTES // parts[0].itemsize
-        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        others = [*parts]
+        del others[self.rank]
         for at in range(begin, end, step):
             chunk = slice(at, min(at + step, end))
             result = parts[self.rank][chunk]
@@ -285,7 +290,8 @@ class SharedMemoryBackend(Backend):
         staging = self._lay_out(pieces[0], begin, end)
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
-            parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
+            parts = [*staging]
+            parts[self.rank] = piece  # its slice was not copied into the window, which takes the result
             result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
             following = []
@@ -323,6 +329,7 @@ class SharedMemoryBackend(Backend):
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Copy from root's memory if it is shared, else through its staging buffer. Collective."""
         is_root = self.rank == root
+        # The others' locations are not read, but all ranks must give one.
         location = wait.enter(self._locate(data) if is_root else 0)[root]
         if not location:
             if is_root:
@@ -346,8 +353,9 @@ class SharedMemoryBackend(Backend):
         """Exchange through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
-        sizes_by_rank = [json.loads(answer) for answer in answers]
+        sizes_by_rank = list(map(json.loads, answers))
         reads = []
+        # A sender's bytes for this rank follow those for all lower ranks.
         for rank, part in enumerate(torch.split(into, list(into_sizes))):
             reads.append((rank, sum(sizes_by_rank[rank][: self.rank]), part))
         self._move(data, max(map(sum, sizes_by_rank)), reads, wait)
@@ -363,6 +371,7 @@ class SharedMemoryBackend(Backend):
             reads: what this rank receives: the rank that sends, where in its bytes to begin, and the target.
             wait: the wait of the collective.
         """
+        # A rank whose bytes have ended goes on to take part in the barriers.
         for at in range(0, longest, _WINDOW_BYTES):
             staging = self._next_window(torch.uint8, _WINDOW_BYTES)
             if sent is not None:

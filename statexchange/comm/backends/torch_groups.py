@@ -58,7 +58,9 @@ _stores: Any = dist  # torch exports its stores and rendezvous there, but not fo
 
 def known_groups() -> Mapping[Any, tuple[str, Store | None]]:
     """Return all groups that torch.distributed knows in this process, with backend and store. Not collective."""
-    return dist.distributed_c10d._world.pg_map if dist.is_available() else {}  # noqa: SLF001 (torch has no other way)
+    if not dist.is_available():  # a torch that was built without it
+        return {}
+    return dist.distributed_c10d._world.pg_map  # noqa: SLF001 (torch has no other way)
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store:
@@ -112,7 +114,7 @@ def start(backend: str, store: Store, rank: int, world_size: int, timeout_s: flo
 
 def ranks_key(ranks: Sequence[int]) -> str:
     """Return a name of these ranks for keys of a store."""
-    return "-".join(str(rank) for rank in ranks)
+    return "-".join(map(str, ranks))
 
 
 class _Arrivals(OuterMonitor):
@@ -128,9 +130,12 @@ class _Arrivals(OuterMonitor):
         return tuple(rank for rank, key in self._keys.items() if not self._store.check([key]))
 
     def late_ranks(self) -> tuple[int, ...]:
-        # One rank alone asks about all: thousands that did so at once would keep the store busy for minutes.
+        # One rank alone asks about all: thousands that did so at once would keep the store busy for minutes. There is
+        # a first one, as this rank has set its own key.
         first = next(rank for rank, key in self._keys.items() if self._store.check([key]))
-        return self.missing_ranks() if first == self.rank else ()
+        if first != self.rank:
+            return ()
+        return self.missing_ranks()
 
 
 def await_keys(store: Store, keys: Mapping[int, str], rank: int, wait: Wait) -> None:
@@ -204,6 +209,7 @@ def torch_errors(wait: Wait) -> Iterator[None]:
         yield
     except StateExchangeError:
         raise
+    # Before RuntimeError, from which it is derived.
     except dist.DistStoreError as error:  # a deadline of torch's own has passed
         raise StallError(f"not all ranks reached {wait.operation} in time: {first_line(error)}") from error
     except RuntimeError as error:
@@ -212,6 +218,7 @@ def torch_errors(wait: Wait) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, for a message."""
+    # NCCL's texts have several lines, and all have a stack trace of C++ if TORCH_SHOW_CPP_STACKTRACES is set.
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -47,18 +47,20 @@ class JsonConnection:
 
     def flush(self) -> None:
         """Send what can be sent now. A lost connection is not reported here, but by `receive`."""
+        # A full buffer raises BlockingIOError, which is an OSError: what is left goes with a later call.
         with contextlib.suppress(OSError):
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent)]
 
     def receive(self) -> Iterator[Any]:
         """Yield the messages that have arrived; raise ConnectionEndedError after the last if the connection ended."""
+        # An end is raised after the messages that came before it: a goodbye may be among them.
         ended = False
         try:
             while data := self.connection.recv(1 << 16):
                 self._received += data
             ended = True
-        except BlockingIOError:
+        except BlockingIOError:  # all that has arrived is read
             pass
         except OSError:
             ended = True
@@ -79,6 +81,7 @@ class JsonConnection:
         with contextlib.suppress(OSError):
             self._set_timeout(deadline)
             self.connection.sendall(self._unsent)
+            # The other end reads this as the end of the connection, and closes it.
             self.connection.shutdown(socket.SHUT_WR)
             while self.connection.recv(1 << 16):
                 self._set_timeout(deadline)

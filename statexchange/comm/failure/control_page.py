@@ -108,6 +108,7 @@ class ControlPage(FailureMonitor):
         nbytes = self._words.nbytes
         private = memoryview(bytearray(nbytes + len(self._slots)))
         self._words, self._slots = private[:nbytes].cast("Q"), private[nbytes:]
+        # Then `enter` raises here, and `leave` has nothing to do.
         self._set(_LEFT, _GONE_QUIETLY)
 
     @staticmethod
@@ -151,6 +152,7 @@ class ControlPage(FailureMonitor):
                 self.sync(wait)
                 slots = self._slots_of_all()  # the other ones: the barrier's number has changed
             if root in (None, self.rank):
+                # Of a message that has ended the slot still has an earlier piece.
                 for rank, length in enumerate(lengths):
                     messages[rank] += slots[rank][_LENGTH_BYTES:][: max(length - begin, 0)]
         return list(map(bytes, messages)) if root in (None, self.rank) else []
@@ -285,7 +287,9 @@ class ControlPage(FailureMonitor):
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
             _write_slot(self._slot(self.rank, 2), len(record), record)
-        self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
+            self._set(_LEFT, _GONE_WITH_ERROR)  # after the record, see the top of this file
+        else:
+            self._set(_LEFT, _GONE_QUIETLY)
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Announce that this rank will not arrive any more, and why. Not collective."""
@@ -318,12 +322,16 @@ def open_control_page(
     if address is not None:
         with contextlib.suppress(StateExchangeError):
             page = ControlPage(attach(address).view, rank, world_size)  # its row has the process id from now on
-    have_all_attached = not any(all_gather_bytes(b"no page" if page is None else b""))
+    problem = b""
+    if page is None:
+        problem = b"no page"
+    # Also a barrier: the arena stays open until the last rank has attached, and lives on in their mappings.
+    have_all_attached = not any(all_gather_bytes(problem))
     if arena is not None:
         arena.close()
     if page is None or not have_all_attached:
         return None
-    hidden = b""
+    # All rows have their process ids now: each rank wrote its own before the gathering above.
     if not all(map(page.can_see, range(world_size))):  # as across PID namespaces
-        hidden = b"a hidden process"
-    return None if any(all_gather_bytes(hidden)) else page
+        problem = b"a hidden process"
+    return None if any(all_gather_bytes(problem)) else page

@@ -123,6 +123,7 @@ class FailureDetector(FailureMonitor):
     def start(self) -> None:
         """Begin to take part. Not collective."""
         forks.cut_off_in_children(self)
+        # So an exit without `close` is reported as leaving: without a goodbye it would be reported as a death.
         atexit.register(self.close, "its process ended")
         self._thread.start()
 
@@ -138,7 +139,9 @@ class FailureDetector(FailureMonitor):
         failure = self._failure
         if failure is not None:
             # The record of a death has no phase: name the call in which this rank waits.
-            raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": operation})
+            if failure.get("phase") == "":
+                failure = {**failure, "phase": operation}
+            raise from_record(failure)
         # A copy, as the detector thread may add to it. A rank that left in a later call has completed this one.
         for rank, (last_op, cause) in tuple(self._view.departed.items()):
             if last_op < self._op_number and rank != self._topology.rank:
@@ -152,6 +155,7 @@ class FailureDetector(FailureMonitor):
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are in an earlier collective than this one, or silent. Not collective."""
         missing = set(self.silent_ranks())
+        # An old status does not tell in which call the ranks are now.
         if not self._is_uninformed():
             missing.update(rank for rank, number in enumerate(self._view.op_numbers) if number < self._op_number)
         return tuple(sorted(missing - {self._topology.rank}))
@@ -219,6 +223,7 @@ class FailureDetector(FailureMonitor):
         try:
             due = 0.0
             while self._goodbye is None:
+                # Until the next status, or until a grace ends, which may be earlier.
                 deaths_due = [since + _GRACE_S for since in self._seen_dead_at.values()]
                 self._handle_events(max(0.0, min([due, *deaths_due]) - time.monotonic()))
                 if time.monotonic() >= due:

@@ -69,12 +69,13 @@ class Member(FailureDetector):
             self._reconnect()
 
     def _take_status(self, status: dict[str, Any]) -> None:
-        failure = status["failure"]
-        view = {name: value for name, value in status.items() if name != "failure"}
+        view = dict(status)
+        failure = view.pop("failure")
         # JSON has only texts as keys.
         view["departed"] = {int(rank): departure for rank, departure in dict(status["departed"]).items()}
         view["updated"] = time.monotonic()  # by the clock of this host
         self._view = GroupView(**view)
+        # The coordinator lives: what was refused, silent or lost before tells nothing any more.
         self._refusals = 0
         self._host_answers = None
         self._seen_dead_at.pop(0, None)
@@ -90,6 +91,7 @@ class Member(FailureDetector):
             self._connection.flush()
             if not self._connection.has_unsent:
                 self._connection.send(["at", self._op_number, self._progress])
+        # Once the host has answered, a further attempt would show nothing new.
         is_silent = self._is_uninformed() and not self._host_answers
         if (self._connection is None or is_silent) and time.monotonic() - self._attempted_at > _RECONNECT_S:
             self._reconnect()
@@ -126,6 +128,7 @@ class Member(FailureDetector):
 
     def _suspects(self) -> tuple[int, ...]:
         nodes = self._topology.nodes
+        # The host answers, or is this one: so only the process of rank 0 can be silent.
         if self._host_answers or nodes[0] == nodes[self._topology.rank]:
             return (0,)
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
@@ -152,6 +155,6 @@ def _is_answered(connection: JsonConnection) -> bool:
         selector.register(connection.connection, selectors.EVENT_READ)
         while (left_s := deadline - time.monotonic()) > 0:
             selector.select(left_s)
-            if any(True for _ in connection.receive()):
+            for _ in connection.receive():
                 return True
     return False

@@ -178,7 +178,10 @@ def forming_group(monitor: FailureMonitor, hosts: Sequence[str]) -> Iterator[Non
     if _outer.get() is not UNWATCHED:  # and that block gives errors their rank and host
         yield
         return
-    token = _outer.set(monitor if monitor is UNWATCHED else OuterMonitor(monitor))
+    outer = monitor
+    if monitor is not UNWATCHED:  # which is compared by identity, above and where a failure gets its name
+        outer = OuterMonitor(monitor)
+    token = _outer.set(outer)
     try:
         yield
     except PeerError as error:

@@ -51,7 +51,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
         listener, address = _listen(bootstrap.world_size)
     try:
         offer = json.dumps([os.getpid(), address]).encode()
-        answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(offer, wait)]
+        answers = list(map(json.loads, bootstrap.all_gather_bytes(offer, wait)))
         pids = [pid for pid, _ in answers]
         if answers[0][1] is not None:
             coordinator = CoordinatorAddress(*answers[0][1])
@@ -75,7 +75,9 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     if detector is not None:
         detector.close()
     if bootstrap.rank == 0:
-        where = "any address" if address is None else f"{', '.join(address.addresses)}, port {address.port}"
+        where = "any address"
+        if address is not None:
+            where = f"{', '.join(address.addresses)}, port {address.port}"
         _log.warning(
             "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will report ranks that die",
             unconnected,
@@ -90,6 +92,7 @@ def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress |
         # The addresses that are sent are of IPv4. The host's name, which is among them, may also lead to IPv6.
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
+        # All members connect at once, and any other program may, too.
         listener = socket.create_server(("", 0), family=family, backlog=world_size + 64, dualstack_ipv6=is_dual)
     except OSError:
         return None, None  # sent to the others as None: all do without

@@ -63,11 +63,13 @@ class Arrival:
                 yet, as filling finds them, too.
             has_weight: a rank without weight reports that nothing arrived.
         """
-        # What is in no bucket was not filled.
-        candidates = self._views if recheck else [self._views[index] for index in self._unplaced]
+        candidates = self._views
+        if not recheck:  # what is in no bucket was not filled
+            candidates = [self._views[index] for index in self._unplaced]
         self.mark_missing([view for view in candidates if view.param.grad is None])
         if not has_weight:
             self._states = bytearray(len(self._states))
+        # A copy: what is late or frozen concerns this round alone, and the step goes on.
         states = bytearray(self._states)
         for bucket in buckets:
             if bucket.in_flight:

@@ -72,6 +72,7 @@ class BucketAverager:
         self._pending_bytes += view.nbytes
         if self._pending_bytes >= _PENDING_BYTES:
             self._copy_pending()
+        # `Arrival.record` counts only the gradients of parameters that lie in a bucket.
         assert view.bucket is not None
         if not view.bucket.num_waiting and self._overlaps:
             self._send_full()
@@ -127,6 +128,7 @@ class BucketAverager:
 
     def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
+        # What arrived is filled in later: sending a bucket may find gradients that became None meanwhile.
         report = RoundReport(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
             return self._average_gradients(report)
@@ -148,6 +150,7 @@ class BucketAverager:
     def _average_gradients(self, report: RoundReport) -> list[int]:
         """Average the gradients that arrived on any rank; return the ranks that are not done. Collective."""
         delayed = self._options.is_delayed
+        # With weights the reports come first, as the sum of weights must be known.
         if not delayed:
             for bucket in self._plan.buckets[self._num_sent :]:
                 self._send(bucket, report.weight)
@@ -168,11 +171,15 @@ class BucketAverager:
             bucket.wait()
         if not is_plain:
             self._add_late(summary)
+        # If the reports came first, ranks that are done have sent zeros, and the sum of weights is that of the others.
         if not delayed:
             self._leave_out_done_ranks(summary)
         self._reduce_unplaced(summary, share)
-        has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
+        has_gradient = None
+        if not is_plain:
+            has_gradient = [bool(state & ARRIVED) for state in summary.any_rank]
         publish_gradients(self._views, has_gradient)
+        # Last: an emptied plan takes parameters out of the buckets by which their gradients are published.
         if not is_plain:
             self._replan_if_frozen(summary)
         return summary.active
@@ -210,6 +217,7 @@ class BucketAverager:
 
     def _replan_if_frozen(self, summary: RoundSummary) -> None:
         """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""
+        # The caller's own buckets stay. One that is never full, and those behind it, are sent by `reduce`.
         if self._options.buckets is not None:
             return
         for bucket in self._plan.buckets:

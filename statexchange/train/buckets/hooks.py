@@ -41,6 +41,7 @@ class GradientHooks:
     def check_free(views: Sequence[BucketView]) -> None:
         """Raise InvalidArgumentError if another owner has hooks on one of the parameters."""
         for view in views:
+            # An owner that was dropped without `remove` is still listed, but its reference is dead.
             owner = _owners.get(view.param)  # type: ignore[no-untyped-call]
             if owner is not None and owner() is not None:
                 raise InvalidArgumentError("another reducer has this parameter: close() it first", name=view.name)
@@ -83,7 +84,8 @@ class GradientHooks:
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        ended = None if self._ended is None else self._ended()
+        assert self._ended is not None  # else this would not have been queued
+        ended = self._ended()
         if ended is not None:
             ended()
 

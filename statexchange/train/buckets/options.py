@@ -90,4 +90,5 @@ def check_names(names: Iterable[str], *others: str) -> None:
 
 
 def _is_integer(value: object) -> bool:
+    # As numpy's integers, too. A bool counts as one in Python.
     return hasattr(value, "__index__") and not isinstance(value, bool)

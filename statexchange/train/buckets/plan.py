@@ -49,6 +49,7 @@ class BucketPlan:
         indices = []
         for bucket in buckets:
             indices.append([view.index for view in bucket.views])
+        # The numbers of the parameters suffice, as the specs give each its name, dtype and shape.
         text = json.dumps([self._specs_digest.hex(), indices])
         self.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         """8 bytes that are equal on ranks of equal parameters and plans."""
@@ -67,9 +68,12 @@ class BucketPlan:
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
         split = split_buckets([view.spec for view in views], self._options.bucket_bytes)
-        # The last tensor of a bucket is the last that arrives.
+        # The last tensor of a bucket is the last that arrives, and fills it.
         split.sort(key=operator.itemgetter(-1))
-        return [list(map(views.__getitem__, numbers)) for numbers in split]
+        groups = []
+        for numbers in split:
+            groups.append([views[number] for number in numbers])
+        return groups
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
@@ -77,9 +81,12 @@ class BucketPlan:
         Collective if the communicator's `empty` is.
         """
         new: list[Bucket] = []
+        # Runs, and not all groups of one dtype: the order of buckets is that in which they fill.
         for (dtype, device), run in itertools.groupby(groups, lambda views: (views[0].dtype, views[0].device)):
             alike = list(run)
-            numels = [sum(view.shape.numel() for view in views) for views in alike]
+            numels = []
+            for views in alike:
+                numels.append(sum(view.shape.numel() for view in views))
             for views, flat in zip(alike, self._allocate(numels, dtype, device), strict=True):
                 new.append(Bucket(views, flat))
         self._set([*self.buckets, *new])
@@ -120,10 +127,14 @@ class BucketPlan:
 
     def names(self) -> list[list[str]]:
         """Return the names of the parameters in each bucket."""
-        return [[view.name for view in bucket.views] for bucket in self.buckets]
+        names = []
+        for bucket in self.buckets:
+            names.append([view.name for view in bucket.views])
+        return names
 
     def bucket_of(self, flat: torch.Tensor) -> Bucket:
         """Return the bucket that has the memory `flat`."""
+        # By identity: `==` of tensors compares elements.
         return next(bucket for bucket in self.buckets if bucket.flat is flat)
 
     def label(self, bucket: Bucket) -> str:

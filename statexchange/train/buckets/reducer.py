@@ -203,9 +203,11 @@ class BucketReducer(Reducer):
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
         digest = compare(self.comm, about, (spec.entry for spec in specs))
+        # Before backward makes the first gradients whose memory is to be used again.
         raise_malloc_thresholds()
-        is_on_host = all(spec.device.startswith("cpu") for spec in specs)
-        overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
+        overlaps = options.overlap
+        if overlaps is None:
+            overlaps = self._may_overlap(is_on_host=all(spec.device.startswith("cpu") for spec in specs))
         self._plan = BucketPlan(self.comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self.comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
@@ -220,6 +222,7 @@ class BucketReducer(Reducer):
             self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
 
     def _may_overlap(self, *, is_on_host: bool) -> bool:
+        # Ranks may decide differently, as the cores that they may use differ: only the order of buckets must be equal.
         uses_cores = self.comm.backend in ("shm", "threads") and is_on_host
         return not uses_cores or usable_cores() >= 2 * self.comm.world_size
 
@@ -317,6 +320,7 @@ class BucketReducer(Reducer):
         Not collective, but all ranks must call it. If only this rank has failed, reductions that were sent fail, too.
         Their errors are not raised here, as the first failure is raised elsewhere.
         """
+        # A reduction under way still writes into its bucket, which the next step would use.
         for bucket in self._plan.buckets:
             with contextlib.suppress(StateExchangeError):
                 bucket.wait()
@@ -351,7 +355,9 @@ class BucketReducer(Reducer):
         try:
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)
-                return self._averager.average(self._rounds if step is None else step, share, is_done=done)
+                if step is None:
+                    step = self._rounds
+                return self._averager.average(step, share, is_done=done)
         finally:
             # After an error, too: where all ranks have raised it, they go on with equal numbers.
             self._rounds += 1

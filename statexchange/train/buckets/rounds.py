@@ -6,7 +6,6 @@ gradients are in no bucket. In most rounds all parameters have a bucket, and the
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -126,6 +125,7 @@ class RoundSummary:
     @property
     def is_plain(self) -> bool:
         """Whether every parameter has a gradient on some rank, and none is late or frozen."""
+        # A byte with another flag beside it is another byte.
         return self.any_rank.count(ARRIVED) == len(self.any_rank)
 
     @property
@@ -135,7 +135,11 @@ class RoundSummary:
 
     def order(self) -> list[int]:
         """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
-        return list(dict.fromkeys(itertools.chain.from_iterable(report.order for report in self.reports)))
+        # A dict keeps the order in which its keys came, and each key once.
+        order: dict[int, None] = {}
+        for report in self.reports:
+            order.update(dict.fromkeys(report.order))
+        return list(order)
 
 
 def exchange_reports(comm: Communicator, report: RoundReport) -> RoundSummary:

@@ -54,7 +54,9 @@ class BucketView:
 
     def dense(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the dense local gradient; raise InvalidArgumentError if dtype or shape changed."""
-        local = grad if self.is_plain else local_part(grad, self.name)
+        local = grad
+        if not self.is_plain:
+            local = local_part(grad, self.name)
         if local.dtype is not self.dtype or local.shape != self.shape:
             raise InvalidArgumentError(
                 "the gradient's dtype or shape is not the parameter's when the reducer was made: call reset()",
@@ -114,6 +116,7 @@ def copy_gradients(views: Iterable[BucketView]) -> list[BucketView]:
     missing, targets, fresh = [], [], []
     for view in views:
         grad = view.param.grad
+        # A gradient that is the view already was copied before, or accumulated there by another backward.
         if grad is None:
             missing.append(view)
         elif grad is not view.grad:
