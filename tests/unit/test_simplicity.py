@@ -7,6 +7,7 @@ tell it first.
 import ast
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -24,6 +25,10 @@ MOST_CODE_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_PARAMETERS = 8
 MOST_LINES_OF_TESTS = 500
+# Of the whole package. Tokens count what code says, however it is folded, and docstrings as one each; the others are
+# counted per 1,000 lines: comments on lines of their own, ternaries and comprehensions, and uses of `Any`.
+MOST_TOKENS = 419_000
+LEAST_REASONS, MOST_DENSE, MOST_ANY = 31.0, 24.0, 7.0
 STORY_PACKAGES = ("state", "exchange")
 
 
@@ -192,6 +197,31 @@ def test_a_module_of_a_story_is_small(name: str) -> None:
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         is_door = node.name in statexchange.__all__ or id(node) in doors
         assert len(parameters) <= MOST_PARAMETERS or is_door, f"{node.name} has many parameters"
+
+
+def test_the_package_keeps_its_size_and_its_reasons() -> None:
+    num_tokens = num_lines = 0
+    counts = {"reasons": 0, "dense": 0, "Any": 0}
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        lines = text.splitlines()
+        num_lines += len(lines)
+        counts["Any"] += len(re.findall(r"\bAny\b", text))
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type != tokenize.COMMENT:
+                num_tokens += token.type not in layout
+            elif lines[token.start[0] - 1].lstrip().startswith("#"):
+                counts["reasons"] += re.search(r"noqa|pragma|type: ignore", token.string) is None
+        for node in ast.walk(ast.parse(text)):
+            counts["dense"] += isinstance(
+                node, ast.IfExp | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+            )
+    assert num_tokens <= MOST_TOKENS
+    per_1000 = {name: round(1000 * count / num_lines, 1) for name, count in counts.items()}
+    assert per_1000["reasons"] >= LEAST_REASONS, per_1000
+    assert per_1000["dense"] <= MOST_DENSE, per_1000
+    assert per_1000["Any"] <= MOST_ANY, per_1000
 
 
 def test_a_file_of_tests_answers_one_question_in_few_lines() -> None:
