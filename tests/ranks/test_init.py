@@ -223,7 +223,7 @@ def test_init_after_shutdown_at_the_same_address_while_old_communicators_exist(b
 def fails_then_works(url: str) -> list[Any]:
     rank, _ = rank_and_size()
     if rank == 1:
-        time.sleep(2)  # comes when rank 0 has given up once
+        time.sleep(4)  # comes when rank 0 has given up once, after its deadline and a second of grace
         return [init_by_hand(url).world_size]
     with pytest.raises(sx.errors.StallError, match=r"tcp://") as caught:
         init_by_hand(url, timeout_s=1)
