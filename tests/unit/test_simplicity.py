@@ -52,7 +52,7 @@ CEILINGS = {
     "load": Walk(25, 617, 47, 0),
     "save": Walk(25, 525, 39, 2),
     "export": Walk(25, 420, 24, 0),
-    "merge": Walk(25, 646, 56, 0),
+    "merge": Walk(25, 638, 56, 0),
     "synchronize": Walk(12, 232, 33, 1),
 }
 
