@@ -435,7 +435,7 @@ def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 
 class _Texts(NamedTuple):
-    """Where the texts of a field lie.
+    """The places of the texts of a field.
 
     Attributes:
         begins: of each text that is written here.

@@ -96,13 +96,16 @@ class TensorView:
 class Archive:
     """A zip archive in `length` bytes of an open file, from `begin` on."""
 
-    def __init__(self, file: StoredFile, begin: int = 0, length: int | None = None) -> None:
+    def __init__(
+        self, file: StoredFile, begin: int = 0, length: int | None = None, ends: Sequence[_End] | None = None
+    ) -> None:
+        """Read the directory; `ends` is what `_ends_of` returns, if the caller has read it."""
         path = file.path
         self._length = file.size - begin if length is None else length
         self._file = file
         self._path = path
         self._begin = begin
-        self._blocks = _ends_of(file, begin, self._length)
+        self._blocks = _ends_of(file, begin, self._length) if ends is None else ends
         self.ranges: set[tuple[int, int]] = set()  # (first byte, end) of what was looked at, without the checksums
         self._entries = self._directory()
         roots = [name for name in self._entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") == 1]
@@ -244,7 +247,7 @@ class TensorArchives:
             parsed = results.get(_bytes_at(fields, ends))
             if parsed is not None:
                 return parsed.view, ByteRange(file, begin + parsed.begin, parsed.view.nbytes, strides=parsed.strides)
-        archive = Archive(file, begin, length)
+        archive = Archive(file, begin, length, ends)
         data = archive.pickle(_MAX_TENSOR_PICKLE_BYTES)
         # A pickle may take steps by its own bytes; what it needs beyond comes from the reserve of all files.
         view = view_of(unwrap_tensor(read_pickle(data, file.path, self._budget.of(file.path, len(data)))))
@@ -271,7 +274,7 @@ class TensorArchives:
 
 
 class _Parsed(NamedTuple):
-    """What an archive has: the tensor, its first byte in the archive, and its strides as those of a `ByteRange`."""
+    """The tensor of an archive, its first byte in the archive, and its strides as those of a `ByteRange`."""
 
     view: TensorView
     begin: int
