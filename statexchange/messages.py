@@ -313,7 +313,7 @@ def _column(hint: Hashable) -> _Column:
     if origin in (typing.Union, types.UnionType):
         kinds = []
         for kind in arguments:
-            # The type of a value tells its column, and isinstance takes neither list[int] nor Literal["x"].
+            # The type of a value decides its column, and isinstance takes neither list[int] nor Literal["x"].
             class_of = typing.get_origin(kind) or kind
             kinds.append(str if class_of is typing.Literal else class_of)
         return _Union(kinds, list(map(_column, arguments)))

@@ -204,7 +204,7 @@ class Reduction:
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
-        # Applied last: `_range_of_results` tells which results, times the factor, fit.
+        # Applied last: `_range_of_results` returns which results, times the factor, fit.
         factor = int(self.finish.scale)
         # A copy, so that the caller's tensor stays as it is if a result does not fit.
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)

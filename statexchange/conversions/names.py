@@ -65,7 +65,7 @@ class NamePattern:
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return what the placeholders stand for in a name; None if the name does not match."""
-        # Each name meets the patterns of all rules before its own: most are told apart here, and never compiled.
+        # Each name is compared with the patterns of all rules before its own: most are ruled out here, uncompiled.
         if not name.startswith(self._start):
             return None
         match = self._regex.fullmatch(name)

@@ -274,7 +274,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
         raise UnsupportedError(f"{text}: publish in xor, zstd and {' or '.join(_CHECKSUMS)}", path=path)
     number, base = int(metadata["version"]), int(metadata["base_version"])
-    # Nothing but its name tells the base: under another name a delta would be applied to the wrong one.
+    # Only its name identifies the base: under another name a delta would be applied to the wrong one.
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
     files = _opened_files(store, weight_map)

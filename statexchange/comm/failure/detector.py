@@ -165,7 +165,7 @@ class FailureDetector(FailureMonitor):
         return self._suspects() if self._is_uninformed() else tuple(self._view.silent)
 
     def _is_uninformed(self) -> bool:
-        """Whether no status of the group has come for so long that the last one tells nothing about the present."""
+        """Whether no status of the group has arrived for so long that the last one is out of date."""
         return time.monotonic() - self._view.updated > self._silent_s
 
     def report_failure(self, error: StateExchangeError) -> None:

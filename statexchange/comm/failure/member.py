@@ -75,7 +75,7 @@ class Member(FailureDetector):
         view["departed"] = {int(rank): departure for rank, departure in dict(status["departed"]).items()}
         view["updated"] = time.monotonic()  # by the clock of this host
         self._view = GroupView(**view)
-        # The coordinator lives: what was refused, silent or lost before tells nothing any more.
+        # The coordinator lives: what was refused, silent or lost before no longer counts.
         self._refusals = 0
         self._host_answers = None
         self._seen_dead_at.pop(0, None)

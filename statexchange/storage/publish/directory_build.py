@@ -648,7 +648,7 @@ class DirectoryBuild(Build):
             if not self._is_published and self._identity(self._replaced) is not None:
                 # The replacement ended between its two renames: the old directory gets its name again. If that fails,
                 # the record stays, and the next publisher completes the replacement. Another publisher may have given
-                # the name to its directory, which only the server tells: a client of NFS 3 may still see no target
+                # the name to its directory, which only the server knows: a client of NFS 3 may still see no target
                 # after its own rename.
                 with contextlib.suppress(TargetExistsError):
                     self._rename(self._replaced, self._name)
