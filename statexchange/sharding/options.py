@@ -155,13 +155,12 @@ def _state_dtype(_option: str, value: object) -> object:
 def _num_bytes(option: str, size: object) -> int:
     """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        from fractions import Fraction
-
         number, unit, binary = match.groups()
         base = 1024 if binary else 1000
         exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
-        # Exact: a float would make 4.7TB a few bytes less, and ranks of other platforms might round in another way.
-        size = int(Fraction(number) * base**exponent)
+        # By integers: a float makes 4.7TB a few bytes less, and ranks of other platforms might round in another way.
+        whole, _, decimals = number.partition(".")
+        size = int(whole + decimals) * base**exponent // 10 ** len(decimals)
     # Not isinstance: True is an int.
     if type(size) is not int:
         raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
