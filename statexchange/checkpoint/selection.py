@@ -78,14 +78,17 @@ def open_selected(
         source = open_source(path, section=section, wants=wants)
     else:
         source = open_with(path, _read_plain, strict=True, section=section)
-    # A framework's directory of which no part is a model's: without this, its optimizer would be merged as one.
-    names = [section.name for section in source.sections]
-    if section == MODEL_OF_PARTS and names and "model" not in names:
+    try:
+        # A framework's directory of which no part is a model's: without this, its optimizer would be merged as one.
+        names = [section.name for section in source.sections]
+        if section == MODEL_OF_PARTS and names and "model" not in names:
+            raise no_section(source, "model")
+        if options.layout is None:
+            return source, {}
+        return rank_files.apply_layout(source, options.new_layout())
+    except BaseException:
         source.close()
-        raise no_section(source, "model")
-    if options.layout is None:
-        return source, {}
-    return rank_files.apply_layout(source, options.new_layout())
+        raise
 
 
 def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:

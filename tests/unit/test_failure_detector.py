@@ -18,6 +18,7 @@ from failure_detectors import HOSTS, RANKS, detectors, failure_of, until
 
 from statexchange.comm.failure import start
 from statexchange.comm.failure.detector import FailureDetector
+from statexchange.comm.failure.member import CoordinatorAddress, Member, connect_member
 from statexchange.comm.failure.monitor import UNWATCHED
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StallError
@@ -112,6 +113,64 @@ def test_a_lost_connection_is_reconnected() -> None:
         assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
         members[1].report_failure(PeerError(1, "its own code", "later"))
         assert str(failure_of(members[2], 0.5)) == "rank 1 failed in its own code: later"
+
+
+class Relay:
+    """A network between members and the coordinator: it may swallow what members send, or end their connections."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self.swallows = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the end of the test
+            while True:
+                member, _ = self._listener.accept()
+                coordinator = socket.create_connection(self._address)
+                self._ends += [member, coordinator]
+                for source, target in ((member, coordinator), (coordinator, member)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.swallows:
+                    target.sendall(data)
+
+    def cut(self) -> None:
+        """End all connections that there are; new ones are passed on."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.swallows = False
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+def test_a_failure_that_was_lost_with_the_connection_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    relays: list[Relay] = []
+
+    def through_a_relay(topology: Topology, coordinator: CoordinatorAddress) -> Member | None:
+        if topology.rank == 3:
+            relays.append(Relay(("127.0.0.1", coordinator.port)))
+            coordinator = coordinator._replace(addresses=["127.0.0.1"], port=relays[0].port)
+        return connect_member(topology, coordinator)
+
+    monkeypatch.setattr(start, "connect_member", through_a_relay)
+    with detectors() as members:
+        (relay,) = relays
+        relay.swallows = True
+        members[3].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
+        assert failure_of(members[0], 0.3) is None
+        relay.cut()
+        assert {type(failure_of(detector, 3)) for detector in members} == {StallError}
+    relay.close()
 
 
 def test_connections_without_the_nonce_are_closed() -> None:

@@ -55,6 +55,7 @@ class Member(FailureDetector):
         self._refusals = 0  # lost connections and refused attempts since the last status
         self._host_answers: bool | None = None  # by the last attempt since the last status, if there was one
         self._attempted_at = 0.0  # the last attempt to connect
+        self._is_failure_known = False  # to the coordinator, by its last status
 
     def _handle_input(self, connection: JsonConnection | None) -> None:
         assert connection is not None
@@ -79,6 +80,7 @@ class Member(FailureDetector):
         self._refusals = 0
         self._host_answers = None
         self._seen_dead_at.pop(0, None)
+        self._is_failure_known = failure is not None
         if self._failure is None:
             self._failure = failure
 
@@ -98,8 +100,10 @@ class Member(FailureDetector):
 
     def _reconnect(self) -> None:
         """Try to connect to the coordinator, which has closed the connection or is silent; see the top of this file."""
-        if 0 in self._view.departed or self._failure is not None:
+        if 0 in self._view.departed or self._is_failure_known:
             return  # the coordinator has ended, or may end any moment: that is no news
+        if self._failure is not None and self._refusals >= _REFUSALS_OF_DEAD:
+            return  # nobody listens to it there
         # This blocks the thread for half a second at most: without the coordinator it has nothing else to do.
         try:
             connection = socket.create_connection((self._address, self._coordinator.port), _RECONNECT_S)
@@ -121,6 +125,9 @@ class Member(FailureDetector):
             return
         self._connection = JsonConnection(connection)
         self._connection.send([self._coordinator.nonce, self._topology.rank])
+        # It may have been lost with the connection before: then this rank would be taken for dead.
+        if self._failure is not None:
+            self._connection.send(["failure", self._failure])
         self._selector.register(connection, selectors.EVENT_READ, self._connection)
 
     def _cause_of_death(self, rank: int) -> str:  # noqa: ARG002 (rank 0, the only one that a member watches)
