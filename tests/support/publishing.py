@@ -333,6 +333,44 @@ def sweep_races(
     raise AssertionError
 
 
+def sweep_strangers(place: Path, *, step: int) -> dict[str, Any]:
+    """At each event of a publisher that replaces a checkpoint, give the target's name to a directory of a user.
+
+    Whatever the publisher does, the user's directory keeps its name and its content.
+    """
+    states: Counter[str] = Counter()
+    for number, own in _points(place, 1, step):
+        out, theirs = own / "out", own / "theirs"
+        publish(out, 1)
+        theirs.mkdir()
+        (theirs / "notes.txt").write_text("mine")
+
+        def act() -> None:
+            with contextlib.suppress(FileNotFoundError):  # between the two renames of a replacement
+                out.rename(own / "aside")  # noqa: B023
+            theirs.rename(out)  # noqa: B023
+
+        def work() -> None:
+            act_at(number, act)  # noqa: B023
+            publish(out, 2)  # noqa: B023
+
+        outcome = outcome_of(work)
+        if outcome == "untouched":
+            return {"points": (number - 1) // step, **states}
+        states[outcome] += 1
+        _check(os.listdir(out) == ["notes.txt"], number, outcome, sorted(os.listdir(own)))
+        # The old checkpoint, or the new one that had the name before, where the user has moved it, or where it was set
+        # aside to give its name to the new one.
+        (kept,) = [name for name in os.listdir(own) if name == "aside" or name.endswith(".replaced")]
+        _check(value_at(own / kept) == (2 if outcome == "ok" else 1), number, outcome, kept)
+        _check(outcome_of(lambda: publish(out, 3)) == "UnsafeError", number)  # noqa: B023
+        _check(value_at(own / kept) in (1, 2), number)
+        if kept == "aside":
+            _check(sorted(os.listdir(own)) == ["aside", "out"], number, outcome, os.listdir(own))
+        states[kept.rpartition(".")[2]] += 1
+    raise AssertionError
+
+
 # Sweeps over object stores
 
 

@@ -87,6 +87,16 @@ def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     assert run_sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
 
 
+@pytest.mark.parametrize("step", steps(30))
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_directory_of_a_user_keeps_the_name_that_it_gets_at_any_event_of_a_replacement(
+    sweep_path: Path, exchange: bool, step: int
+) -> None:
+    found = run_sweep("sweep_strangers", sweep_path, exchange=exchange, step=step)
+    assert found["points"] * step > 60
+    assert step > 1 or ("replaced" in found) == (not exchange)  # one event is between the two renames
+
+
 def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="not a path"):
         begin("/", 1)

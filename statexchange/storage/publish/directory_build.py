@@ -649,9 +649,11 @@ class DirectoryBuild(Build):
                 # The replacement ended between its two renames: the old directory gets its name again. If that fails,
                 # the record stays, and the next publisher completes the replacement. Another publisher may have given
                 # the name to its directory, which only the server knows: a client of NFS 3 may still see no target
-                # after its own rename.
-                with contextlib.suppress(TargetExistsError):
+                # after its own rename. If it is no publisher's, this raises, and the old directory stays where it is.
+                try:
                     self._rename(self._replaced, self._name)
+                except TargetExistsError:
+                    check_target(self.path, self._parent_fd, self._check)
             self._discard_own()
             if self._identity(self._record) is not None:
                 self._remove_record(self._nonce)
