@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command_lines import ON_A_PATH, words_of
 from command_runs import held, rank_tensors, shell
 from commands import CommandLine
 from stored import contents_of, flip_bit
@@ -88,11 +89,10 @@ def test_an_absent_path_is_not_found_by_any_command(workspace: Path, tmp_path: P
 
 def test_a_directory_without_a_checkpoint_is_not_found_and_left_alone(call: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for command in ("info", "ls", "verify"):
-        code, _, err = call(command, tmp_path)
+    for command in ON_A_PATH:
+        code, _, err = call(*words_of(command, tmp_path, tmp_path / "out"))
         assert code == 3
         assert os.fspath(tmp_path) in err
-    assert call("merge", tmp_path, tmp_path / "out")[0] == 3
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
