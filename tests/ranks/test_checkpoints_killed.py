@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,6 @@ def job(path, steps):  # its two ranks are threads, so that a kill ends both
 
 serve(job)
 """
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
 
 
 @pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])

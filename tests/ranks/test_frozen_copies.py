@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -16,13 +15,6 @@ import statexchange as sx
 from statexchange.report.verify import verify_saves
 from statexchange.storage.publish import objects
 from statexchange.testing import run_ranks
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
-
 
 # At a URL: S3 copies the files itself
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +216,6 @@ def job(path, steps):  # its two ranks are threads, so that a kill ends both
 
 serve(job)
 """
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
 
 
 @pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])

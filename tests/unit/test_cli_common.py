@@ -15,7 +15,6 @@ import pytest
 from archives import unpack
 from command_lines import ON_A_PATH, ON_SEVERAL_PATHS, SHARED, words_of
 from commands import CommandLine, command_environment
-from common_sources import make_sources
 from stored import DATA, write_raw
 from warm_python import warm_python
 
@@ -25,14 +24,6 @@ from statexchange.cli.output import Output
 from statexchange.errors import did_you_mean
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of `make_sources`."""
-    root = tmp_path_factory.mktemp("made")
-    make_sources(root)
-    return root
 
 
 # Several PATHs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import ON_A_PATH, words_of
-from command_runs import held, rank_tensors, shell
+from command_runs import held, shell
 from commands import CommandLine
 from stored import contents_of, flip_bit
 from workspaces import write_round
@@ -18,16 +18,6 @@ from statexchange.cli.output import EXIT_CODES
 from statexchange.errors import ReplicaError
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, files: list[Path]) -> Path:
-    return tmp_path / "ws"
 
 
 # Bad arguments
