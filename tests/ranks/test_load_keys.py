@@ -23,7 +23,7 @@ from loaded_paths import (
     write_save,
     write_torch,
 )
-from stateful import WithExtra
+from stateful import Holder, WithExtra
 from stored import flip_bit
 from torch import nn
 
@@ -186,6 +186,16 @@ def test_a_list_of_a_dcp_does_not_become_shorter(live: Any, tmp_path: Path) -> N
     state["v"] = live
     sx.load_checkpoint(state, write_torch({"v": saved, "w": torch.ones(1)}, tmp_path))
     assert state["v"] == saved
+
+
+@pytest.mark.parametrize("empty", [[{}], [{}, {}], [[{}]]])
+def test_lists_of_empty_mappings_which_a_dcp_leaves_out_stay_in_the_state_of_an_object(
+    empty: Any, tmp_path: Path
+) -> None:
+    path = write_dcp({"o": Holder({"n": 5, "e": empty}), "w": torch.ones(1)}, tmp_path)
+    state = {"o": Holder({"n": 0, "e": copy.deepcopy(empty)}), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, path)
+    assert state["o"].state == {"n": 5, "e": empty}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,10 @@ def test_tensors_that_another_rank_has_where_the_first_has_an_optimizer_are_not_
         sx.save_checkpoint({"x": value}, tmp_path / "saved")
 
     run_ranks(save, 2)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="x"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="saved as something else") as caught:
         sx.load_checkpoint({"x": job(None)["optimizer"]}, tmp_path / "saved")
+    error = caught.value
+    assert (error.name, error.expected, error.found) == ("x", "an optimizer", "a dict")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

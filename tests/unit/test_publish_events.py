@@ -14,9 +14,11 @@ from publishing import (
     provenance_of,
     publish,
     run_sweep,
+    save,
     value_at,
     value_of,
 )
+from storage_events import recording
 from sweeps import slow, steps
 
 from statexchange.checkpoint.publication import Provenance, Publication, index_name
@@ -85,6 +87,43 @@ def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     """Never do both fail, and never has one the other's bytes under its manifest."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "what": what, "step": step}
     assert run_sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
+
+
+# Power cuts: what a step needs is durable before it
+
+RECORD = ["symlink", "sync directory"]
+FOLDER = ["mkdir", "sync directory"]
+NEW_FILE = ["create", "sync", "link", "unlink", "sync directory"]
+OUTPUT = ["create", "write", "sync", *NEW_FILE]  # and its receipt
+REMOVED = ["unlink", "rename", "unlink"]  # to the name of what is being removed, where nothing lies
+
+
+def changes(events: list[tuple[str, str]]) -> list[str]:
+    """Return the steps of those storage events that change something."""
+    return [step for step, _ in events if step not in ("open", "open directory", "list")]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_is_durable_before_it_gets_its_name_and_the_name_before_the_old_save_is_removed(
+    place: Path, replaces: bool
+) -> None:
+    if replaces:
+        save(place / "out", 1)
+    with recording() as events:
+        save(place / "out", 2)
+    ended = ["rename", "sync directory"]
+    if replaces:
+        ended = ["exchange", "sync directory", *REMOVED, *2 * ["unlink"], "rmdir"]
+    assert changes(events) == [*RECORD, *FOLDER, *NEW_FILE, *NEW_FILE, "sync directory", *ended, "unlink"]
+    built, named = [path for step, path in events if step == "sync directory"][-2:]
+    assert (os.path.splitext(built)[1], named) == (".partial", str(place / "out"))
+
+
+def test_a_checkpoint_is_durable_before_it_gets_its_name(place: Path) -> None:
+    with recording() as events:
+        publish(place / "out", 1)
+    ended = [*2 * ["unlink"], "sync directory", "rename", "sync directory", "unlink"]  # the receipts; the record
+    assert changes(events) == [*RECORD, *FOLDER, *2 * OUTPUT, *3 * NEW_FILE, *ended]
 
 
 def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
