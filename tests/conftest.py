@@ -155,7 +155,12 @@ def _worker(config: pytest.Config) -> tuple[int, int]:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values."""
+    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values.
+
+    Of a long text or number it shows the beginning.
+    """
+    if isinstance(val, str | bytes | int) and len(str(val)) > 100:
+        return str(val)[:60]
     is_shown = isinstance(val, dict | list | tuple) or type(val).__name__ == "dtype"
     return repr(val)[:60] if is_shown and _is_plain(val) else None
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_jobs import adapter_of, load_adapters, save_adapters
 from forked_jobs import ForkedJobs
-from frozen_parameters import FROZEN, JOBS, set_base  # noqa: F401 (`jobs` runs JOBS)
+from frozen_parameters import ADAPTER_JOBS, FROZEN, set_base
 from sweeps import slow, some
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -362,6 +362,9 @@ def test_shards_that_do_not_train_are_linked_by_each_rank(tmp_path: Path) -> Non
         assert linked[1] > 48 * 32 * 4
     assert len(frozen_files(tmp_path)) == 2
     assert run_ranks(load_adapters, 3, args=(str(tmp_path),)) == [10] * 3
+
+
+JOBS = ADAPTER_JOBS
 
 
 @pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])

@@ -153,6 +153,7 @@ def test_with_replicas_root_the_first_ranks_kind_counts(saved: list[Any], live: 
         ([({"a": 1}, 2, 3), Pair({"a": 1}, 2)], Pair({}, 0)),
         ([{"h": [{"a": 1}]}, {"h": []}], {}),
     ],
+    ids=["tuples of tensors", "tuples of mappings", "a namedtuple", "lists"],
 )
 def test_containers_of_other_lengths_or_types_are_not_joined(saved: list[Any], live: Any, tmp_path: Path) -> None:
     run_ranks(lambda: sx.save_checkpoint({"x": saved[sx.get_rank()], "w": torch.ones(1)}, tmp_path / "saved"), 2)
