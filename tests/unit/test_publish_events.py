@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,11 @@ from publishing import (
     value_at,
     value_of,
 )
-from storage_events import recording
+from storage_events import act_at, armed, recording
 from sweeps import slow, steps
 
 from statexchange.checkpoint.publication import Provenance, Publication, index_name
-from statexchange.errors import InvalidArgumentError, StorageError, UnsafeError
+from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.formats.registry import open_source
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.pieces import SpecPieces
@@ -87,6 +89,36 @@ def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     """Never do both fail, and never has one the other's bytes under its manifest."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "what": what, "step": step}
     assert run_sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
+
+
+def take_over(place: Path) -> None:
+    """Give the directory under construction another name, as a publisher does with resume=True."""
+    (partial,) = place.glob(".out.*.partial")
+    partial.rename(place / "taken over")
+
+
+def remove_target(place: Path) -> None:
+    shutil.rmtree(place / "out")
+
+
+@pytest.mark.parametrize(
+    ("replaces", "step", "act", "reason"),
+    [
+        (False, "rename", take_over, "treated this one as dead"),
+        (True, "exchange", take_over, "treated this one as dead"),
+        (True, "exchange", remove_target, "removed the target meanwhile"),
+    ],
+    ids=["taken over", "taken over beside an old one", "the old one removed"],
+)
+def test_a_commit_without_what_it_renames_is_refused_with_the_reason(
+    place: Path, replaces: bool, step: str, act: Callable[[Path], None], reason: str
+) -> None:
+    if replaces:
+        publish(place / "out", 1)
+    act_at(1, lambda: act(place), only=step)
+    with pytest.raises(TargetExistsError, match=f"another publisher {reason}"):
+        publish(place / "out", 2)
+    assert not armed
 
 
 # Power cuts: what a step needs is durable before it
