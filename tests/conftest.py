@@ -134,9 +134,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dealt: list[pytest.Item] = []
     for worker in range(count):
         share = (len(items) - len(dealt)) // (count - worker)
-        own = [item for group in groups[worker::count] for item in group]
-        num_others = max(share - len(own), 0)
-        dealt += own + others[:num_others]
+        begun = [item for group in groups[worker::count] for item in group]
+        num_others = max(share - len(begun), 0)
+        dealt += begun + others[:num_others]
         del others[:num_others]
     items[:] = dealt
 
@@ -150,12 +150,17 @@ def pytest_collection_finish() -> None:
 
 def _worker(config: pytest.Config) -> tuple[int, int]:
     """Return the number of this worker and how many there are; without workers 0 of 1."""
-    given: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
-    return int(given["workerid"].removeprefix("gw")), given["workercount"]
+    worker: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    return int(worker["workerid"].removeprefix("gw")), worker["workercount"]
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values."""
+    """Let the id of a case show what pytest would only number: a dtype of torch, or a container of plain values.
+
+    Of a long text or number it shows the beginning.
+    """
+    if isinstance(val, str | bytes | int) and len(str(val)) > 100:
+        return str(val)[:60]
     is_shown = isinstance(val, dict | list | tuple) or type(val).__name__ == "dtype"
     return repr(val)[:60] if is_shown and _is_plain(val) else None
 
@@ -216,8 +221,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path
 
     It trains for 30 steps instead of 100: more of them would only repeat the same calls.
     """
-    own = tmp_path_factory.getbasetemp()
-    shared = own if worker_id == "master" else own.parent
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
     kept, printed = shared / "demo", shared / "demo.json"
     with FileLock(f"{printed}.lock"):
         if not printed.exists():

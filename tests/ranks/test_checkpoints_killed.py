@@ -8,12 +8,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
+from checkpoint_jobs import LAYOUT, ROW_JOBS, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from forked_jobs import ForkedJobs
 from stored import entries
 from sweeps import slow, some
@@ -23,25 +22,7 @@ from statexchange.testing import run_ranks
 
 # Kills
 
-JOBS = """
-import torch
-from statexchange.testing import run_ranks
-from checkpoint_jobs import load_rows, save_rows
-
-def job(path, steps):  # its two ranks are threads, so that a kill ends both
-    if steps:
-        run_ranks(save_rows, 2, args=(path, *steps))
-    else:
-        run_ranks(load_rows, 2, args=(path,))
-
-serve(job)
-"""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
+JOBS = ROW_JOBS
 
 
 @pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])

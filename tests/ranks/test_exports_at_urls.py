@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from disk_stores import names_at, use_object_stores
+from disk_stores import names_at, uploads_in, use_object_stores
 from equality import assert_same
 from forked_jobs import ForkedJobs
 from safetensors.torch import load_file
@@ -49,11 +49,6 @@ def read(url: str) -> dict[str, torch.Tensor]:
     sx.load_checkpoint(live, url)
     assert verify(url).findings == ()
     return live
-
-
-def uploads_in(bucket: str) -> list[str]:
-    found = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=bucket.split("/")[2])
-    return [upload["Key"] for upload in found.get("Uploads") or ()]
 
 
 def test_an_export_at_a_url_has_the_files_of_one_in_a_directory(store: Any, tmp_path: Path) -> None:

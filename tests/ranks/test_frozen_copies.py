@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import pytest
 from checkpoint_jobs import LARGE, adapter_of, load_adapters, load_large, save_large
-from disk_stores import names_at
+from disk_stores import names_at, uploads_in
 from forked_jobs import ForkedJobs
-from frozen_parameters import FROZEN, JOBS, set_base
+from frozen_parameters import ADAPTER_JOBS, FROZEN, set_base
 from sweeps import slow, some
 
 import statexchange as sx
 from statexchange.report.verify import verify_saves
 from statexchange.storage.publish import objects
 from statexchange.testing import run_ranks
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
-
 
 # At a URL: S3 copies the files itself
 
@@ -116,15 +108,11 @@ def test_at_a_store_that_copies_nothing_each_save_is_written_whole(store: Any) -
     assert load_large("memory://saves") == 20
 
 
-def uploads_in(bucket: str) -> list[str]:
-    answer = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=bucket.removeprefix("s3://"))
-    return [upload["Key"] for upload in answer.get("Uploads") or ()]
-
-
 @pytest.mark.parametrize("every", [slow(4), pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_event_of_a_save_with_copies_goes_on_from_a_whole_save(s3: str, every: int) -> None:
-    with ForkedJobs(f"from disk_stores import import_s3\nimport_s3()\n{JOBS.replace('adapters', 'large')}") as jobs:
+    program = ADAPTER_JOBS.replace("adapters", "large")
+    with ForkedJobs(f"from disk_stores import import_s3\nimport_s3()\n{program}") as jobs:
         for trace in ("trace", "trace-2"):
             jobs.run(f"{s3}/{trace}", [10])
         calls = jobs.fewest_calls(*((f"{s3}/{trace}", [20]) for trace in ("trace", "trace-2")))

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from checkpoint_jobs import adapter_of, load_adapters, save_adapters
 from forked_jobs import ForkedJobs
-from frozen_parameters import FROZEN, JOBS, set_base
+from frozen_parameters import ADAPTER_JOBS, FROZEN, set_base
 from sweeps import slow, some
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -365,10 +364,7 @@ def test_shards_that_do_not_train_are_linked_by_each_rank(tmp_path: Path) -> Non
     assert run_ranks(load_adapters, 3, args=(str(tmp_path),)) == [10] * 3
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
+JOBS = ADAPTER_JOBS
 
 
 @pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])

@@ -7,7 +7,6 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +108,6 @@ def job(path):  # the next gather, of two threads: new processes for each rank w
 
 serve(job)
 """
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ class Indexed(dict[str, Any]):
         ([Kept({"x": 1})], [Kept({"x": 0, "old": 5})], "[Box({'x': 1})]"),
         (Counted(b=Kept({"k": 1})), Counted(b=Kept({"k": 7, "j": 8})), "Counted({'b': Box({'k': 1})})"),
     ],
+    ids=["alone", "in a list", "in an object"],
 )
 def test_items_in_an_object_are_copied_with_it(saved: Any, live: Any, expected: str, tmp_path: Path) -> None:
     path = write_save({"v": saved, "w": torch.ones(1)}, tmp_path)

@@ -23,7 +23,7 @@ from loaded_paths import (
     write_save,
     write_torch,
 )
-from stateful import WithExtra
+from stateful import Holder, WithExtra
 from stored import flip_bit
 from torch import nn
 
@@ -188,15 +188,30 @@ def test_a_list_of_a_dcp_does_not_become_shorter(live: Any, tmp_path: Path) -> N
     assert state["v"] == saved
 
 
+@pytest.mark.parametrize("empty", [[{}], [{}, {}], [[{}]]])
+def test_lists_of_empty_mappings_which_a_dcp_leaves_out_stay_in_the_state_of_an_object(
+    empty: Any, tmp_path: Path
+) -> None:
+    path = write_dcp({"o": Holder({"n": 5, "e": empty}), "w": torch.ones(1)}, tmp_path)
+    state = {"o": Holder({"n": 0, "e": copy.deepcopy(empty)}), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, path)
+    assert state["o"].state == {"n": 5, "e": empty}  # type: ignore[attr-defined]
+
+
+def optimizer_of() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(1)])
+
+
 @pytest.mark.parametrize(
     ("state", "name"),
     [
-        ({"k": {0: {"step": 1}, "0": torch.ones(1)}}, "k.0"),
-        ({"k": {"0": torch.optim.SGD([torch.ones(1)]), 0: [torch.ones(1)]}}, "k.0"),
-        ({"a": [torch.ones(1)], "a.b": 0}, "a"),
-        ({"a": {"b": {}}, "a.b": 0}, "a"),
-        ({"a": {"b": torch.ones(1)}, "a.b": 0}, "a.b"),
-        ({"a": {"b": {"w": torch.ones(1)}}, "a.b": [0]}, "a.b"),
+        pytest.param({"k": {0: {"step": 1}, "0": torch.ones(1)}}, "k.0", id="a number and a text"),
+        pytest.param({"k": {"0": optimizer_of(), 0: [torch.ones(1)]}}, "k.0", id="an optimizer and a list"),
+        pytest.param({"k": {"0": optimizer_of(), 0: {"x": torch.ones(1)}}}, "k.0", id="an optimizer and a mapping"),
+        pytest.param({"a": [torch.ones(1)], "a.b": 0}, "a", id="a list and a dot"),
+        pytest.param({"a": {"b": {}}, "a.b": 0}, "a", id="an empty mapping and a dot"),
+        pytest.param({"a": {"b": torch.ones(1)}, "a.b": 0}, "a.b", id="a tensor and a dot"),
+        pytest.param({"a": {"b": {"w": torch.ones(1)}}, "a.b": [0]}, "a.b", id="a mapping and a dot"),
     ],
 )
 def test_keys_that_look_alike_are_refused_by_a_save_and_a_load(state: Job, name: str, tmp_path: Path) -> None:

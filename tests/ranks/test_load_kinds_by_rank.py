@@ -153,6 +153,7 @@ def test_with_replicas_root_the_first_ranks_kind_counts(saved: list[Any], live: 
         ([({"a": 1}, 2, 3), Pair({"a": 1}, 2)], Pair({}, 0)),
         ([{"h": [{"a": 1}]}, {"h": []}], {}),
     ],
+    ids=["tuples of tensors", "tuples of mappings", "a namedtuple", "lists"],
 )
 def test_containers_of_other_lengths_or_types_are_not_joined(saved: list[Any], live: Any, tmp_path: Path) -> None:
     run_ranks(lambda: sx.save_checkpoint({"x": saved[sx.get_rank()], "w": torch.ones(1)}, tmp_path / "saved"), 2)
@@ -190,8 +191,10 @@ def test_tensors_that_another_rank_has_where_the_first_has_an_optimizer_are_not_
         sx.save_checkpoint({"x": value}, tmp_path / "saved")
 
     run_ranks(save, 2)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="x"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="saved as something else") as caught:
         sx.load_checkpoint({"x": job(None)["optimizer"]}, tmp_path / "saved")
+    error = caught.value
+    assert (error.name, error.expected, error.found) == ("x", "an optimizer", "a dict")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

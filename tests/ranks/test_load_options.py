@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from loaded_jobs import NAN, equal, model_of, trained
+from stateful import Holder
 from torch import nn
 
 import statexchange as sx
@@ -194,3 +195,14 @@ def test_a_load_without_any_matching_name_names_the_options(tmp_path: Path) -> N
             sx.load_checkpoint(model_of(2), tmp_path / "nested", strict=strict)
         with pytest.raises(FileNotFoundError, match=r'rename=\[\("pattern", "replacement"\)\]'):
             sx.load_checkpoint({"model": model_of(2)}, tmp_path / "flat", strict=strict)
+
+
+def test_a_load_without_strict_that_lacks_all_state_is_refused_though_a_plain_value_fits(tmp_path: Path) -> None:
+    sx.save_checkpoint({"step": 3}, tmp_path / "saved")
+    live: dict[str, Any] = {"step": 0, "more": {"epoch": 1, "sampler": Holder({"n": 1})}}
+    with pytest.raises(FileNotFoundError, match="1 missing in the source: more"):
+        sx.load_checkpoint(live, tmp_path / "saved", strict=False)
+    assert live["step"] == 0
+    del live["more"]["sampler"]
+    report = sx.load_checkpoint(live, tmp_path / "saved", strict=False)
+    assert (report.missing, live) == (("more",), {"step": 3, "more": {"epoch": 1}})

@@ -181,6 +181,7 @@ Score = collections.namedtuple("Score", ["epoch", "best"])
         ({"include": "*.epoch"}, (Progress(1, 10, 0.5), Frozen(1, 0.5), Score(1, 0.5))),
         ({"exclude": ["p", "f.epoch"]}, (Progress(), Frozen(), Score(1, 0.5))),
     ],
+    ids=lambda value: "" if isinstance(value, tuple) else None,
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_records_of_plain_values_are_loaded_or_left_whole(

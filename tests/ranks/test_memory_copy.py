@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,6 @@ from sweeps import slow
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-
-
-@pytest.fixture
-def saves(tmp_path: Path) -> Iterator[Path]:
-    """Yield a directory of saves, whose copies in memory are removed afterwards."""
-    path = tmp_path / "saves"
-    yield path
-    for copy in copies_of(path):
-        shutil.rmtree(copy)
 
 
 def with_memory_on_rank_0(path: str, call: str) -> str:

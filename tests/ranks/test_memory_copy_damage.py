@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ from sweeps import EVERY, some
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-
-
-@pytest.fixture
-def saves(tmp_path: Path) -> Iterator[Path]:
-    """Yield a directory of saves, whose copies in memory are removed afterwards."""
-    path = tmp_path / "saves"
-    yield path
-    for copy in copies_of(path):
-        shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])

@@ -7,7 +7,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from sweeps import slow, some
 from warm_python import warm_python
 
 from statexchange.testing import run_ranks
-
-
-@pytest.fixture
-def saves(tmp_path: Path) -> Iterator[Path]:
-    """Yield a directory of saves, whose copies in memory are removed afterwards."""
-    path = tmp_path / "saves"
-    yield path
-    for copy in copies_of(path):
-        shutil.rmtree(copy)
-
 
 # What jobs leave behind
 
@@ -90,12 +79,6 @@ def job(path, ranks, step):
 
 serve(job, lambda path: not path.startswith("/dev/shm/") or "copy-" in path)
 """
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
 
 
 @pytest.mark.parametrize("every", [30, slow(5), pytest.param(1, marks=pytest.mark.long)], ids=["some", "more", "all"])

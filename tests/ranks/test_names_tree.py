@@ -84,7 +84,7 @@ def test_renamed_parameters_keep_their_hyperparameters(write: Writer, tmp_path: 
 
 
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("lr", [np.float32(0.5), {1, 2}])
+@pytest.mark.parametrize("lr", [np.float32(0.5), {1, 2}], ids=["a number of numpy", "a set"])
 def test_a_hyperparameter_that_cannot_be_read_is_refused_by_name(write: Writer, lr: Any, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     one = trained(model)

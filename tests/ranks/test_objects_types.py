@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaded_paths import Write, write_save, write_torch
 from stateful import WithExtra
 from torch import nn
 from trained_jobs import Holder, Mode, saved, trained
@@ -251,3 +252,12 @@ def test_a_hyperparameter_may_have_any_key(tmp_path: Path) -> None:
     one.param_groups[0][5] = 5
     sx.load_checkpoint({"model": model, "o": other}, saved({"model": model, "o": one}, tmp_path))
     assert (other.param_groups[0]["lr"], other.param_groups[0][5]) == (0.1, 5)
+
+
+@pytest.mark.parametrize("write", [write_save, write_torch])
+def test_a_tuple_that_the_live_state_of_an_object_lacks_comes_back_as_a_tuple(write: Write, tmp_path: Path) -> None:
+    entries = {"pair": (torch.ones(2), 3), "nested": [(torch.zeros(1), {"x": 1})]}
+    path = write({"object": {"n": 1, **entries}, "w": torch.ones(1)}, tmp_path)
+    state = {"object": Holder(n=0), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, path)
+    assert repr(state["object"].state) == repr({"n": 1, **entries})  # type: ignore[union-attr]

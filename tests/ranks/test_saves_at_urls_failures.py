@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from checkpoint_jobs import LAYOUT, load_rows, save_rows, shard_of, state_of
-from disk_stores import DiskFileSystem, names_at, use_object_stores
+from checkpoint_jobs import LAYOUT, ROW_JOBS, load_rows, save_rows, shard_of, state_of
+from disk_stores import DiskFileSystem, names_at, uploads_in, use_object_stores
 from forked_jobs import ForkedJobs
 from saves_at_urls import WHOLE, step_url
 from sweeps import slow, some
@@ -202,27 +201,7 @@ def test_a_rank_that_sees_another_store_is_named(tmp_path: Path) -> None:
 
 # Kills
 
-JOBS = """
-import torch
-from disk_stores import use_object_stores
-from statexchange.testing import run_ranks
-from checkpoint_jobs import load_rows, save_rows
-
-def job(path, steps):  # its two ranks are threads, so that a kill ends both
-    use_object_stores(take_over_s=60, renew_s=15)
-    if steps:
-        run_ranks(save_rows, 2, args=(path, *steps))
-    else:
-        run_ranks(load_rows, 2, args=(path,))
-
-serve(job)
-"""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkedJobs]:
-    with ForkedJobs(JOBS) as started:
-        yield started
+JOBS = f"from disk_stores import use_object_stores\nuse_object_stores(take_over_s=60, renew_s=15)\n{ROW_JOBS}"
 
 
 @pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
@@ -313,11 +292,6 @@ def save_until_killed(path: str) -> None:
 
         object_build.ObjectFile.write = write  # type: ignore[method-assign]
     sx.save_checkpoint(state, path)
-
-
-def uploads_in(url: str) -> list[str]:
-    found = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=url.split("/")[2])
-    return [upload["Key"] for upload in found.get("Uploads") or ()]
 
 
 def test_a_rank_killed_in_the_middle_of_an_upload_leaves_nothing(server: str) -> None:

@@ -320,6 +320,16 @@ def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: A
     assert_same(merged(tmp_path / "x.pt", include="w"), {"w": torch.ones(2)})
 
 
+def test_a_load_names_an_entry_that_cannot_be_read_among_those_that_the_state_lacks(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "odd": HoldsTensors(torch.ones(1))}, tmp_path / "x.pt")
+    live = {"w": torch.zeros(2)}
+    with pytest.raises(sx.errors.InvalidArgumentError, match="1 not in the state: odd;"):
+        sx.load_checkpoint(live, tmp_path / "x.pt")
+    assert live["w"].tolist() == [0, 0]
+    assert sx.load_checkpoint(live, tmp_path / "x.pt", strict=False).unexpected == ("odd",)
+    assert live["w"].tolist() == [1, 1]
+
+
 def test_a_tensor_that_two_objects_share_is_found_in_both(tmp_path: Path) -> None:
     shared = HoldsTensors(torch.ones(1))
     torch.save({"a": shared, "b": [shared, Arguments()], "c": Arguments()}, tmp_path / "x.pt")

@@ -55,6 +55,22 @@ def load_rows(path: str) -> int | None:
     return report.step
 
 
+ROW_JOBS = """
+import torch
+from statexchange.testing import run_ranks
+from checkpoint_jobs import load_rows, save_rows
+
+def job(path, steps):  # its two ranks are threads, so that a kill ends both
+    if steps:
+        run_ranks(save_rows, 2, args=(path, *steps))
+    else:
+        run_ranks(load_rows, 2, args=(path,))
+
+serve(job)
+"""
+"""The program of a job that is killed: it saves rows for each of its steps, or loads them if it has none."""
+
+
 LARGE = 100_000  # rows with which S3 copies the base
 
 

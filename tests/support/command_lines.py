@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-__all__ = ["COMMAND_LINES", "NEEDED", "SHARED", "Lines"]
+__all__ = ["COMMAND_LINES", "NEEDED", "ON_A_PATH", "ON_SEVERAL_PATHS", "SHARED", "Lines", "words_of"]
 
 OF_BYTES = r"\S+ [kM]?B of \S+ MB \(\d+%\)  \S+ [kM]B/s  \S+ (s|min \d\d s) left"
 
@@ -15,6 +15,8 @@ class Lines:
 
     Attributes:
         shared: what all commands have in common: `test_cli_common.py`, in the directory that `make_sources` writes.
+        path: how the command is called on a checkpoint: `test_cli_common.py`, and `test_foreign.py` on what is refused.
+            PATH is the checkpoint; PATH... may be several, each with its heading and its error; OUT is a new directory.
         golden: text on terminals of two widths, by the names of the golden files: `test_golden.py`, in the directory
             that `build` writes.
         json: JSON by the schema docs/schemas/COMMAND.json, separated by `|`; each option is in a line:
@@ -29,6 +31,7 @@ class Lines:
 
     shared: str
     json: str
+    path: str = ""
     golden: dict[str, str] = field(default_factory=dict)
     hostile: str = ""
     progress: dict[str, str] = field(default_factory=dict)
@@ -42,6 +45,7 @@ NEEDED = [each.name for each in fields(Lines)][:-3]
 COMMAND_LINES = {
     "info": Lines(
         shared="info whole",
+        path="info PATH...",
         golden={
             "info": "info model",
             "info-tree": "info model --tree",
@@ -59,6 +63,7 @@ COMMAND_LINES = {
     ),
     "ls": Lines(
         shared="ls whole",
+        path="ls PATH...",
         golden={
             "ls": "ls model",
             "ls-saves": "ls saves",
@@ -74,6 +79,7 @@ COMMAND_LINES = {
     ),
     "show": Lines(
         shared="show whole norm.weight",
+        path="show PATH",
         golden={
             "show-configs": "show workspace",
             "show-config": "show model",
@@ -97,11 +103,13 @@ COMMAND_LINES = {
         json="scan . | scan export --only broken | scan nothing | scan . --sort size",
         rows=("checkpoint",),
         hostile="scan .",
+        without={"path": "has a verdict on each checkpoint, and no error"},
         progress={"scan": "scan slow://{root}"},
         shown=r"\d+ directories, \d+ checkpoints  ",
     ),
     "diff": Lines(
         shared="diff whole other",
+        path="diff PATH PATH",
         golden={
             "diff": "diff model trained",
             "diff-stat": "diff model trained --stat",
@@ -118,6 +126,7 @@ COMMAND_LINES = {
     ),
     "verify": Lines(
         shared="verify whole",
+        path="verify PATH...",
         golden={
             "verify": "verify model",
             "verify-plain": "verify plain",
@@ -137,6 +146,7 @@ COMMAND_LINES = {
     ),
     "merge": Lines(
         shared="merge whole out --dry-run",
+        path="merge PATH OUT",
         golden={"merge-dry-run": "merge workspace merged --dry-run"},
         json="""merge save m1 --dry-run | merge rank_files m2 --dry-run | merge save m3 | merge missing m4
             | merge nothing m5
@@ -153,6 +163,7 @@ COMMAND_LINES = {
     ),
     "seal": Lines(
         shared="seal bare --dry-run",
+        path="seal PATH",
         golden={"seal-dry-run": "seal plain --dry-run"},
         json="seal odd --dry-run | seal huggingface_shards | seal save | seal odd --dry-run --overwrite",
         hostile="seal a --dry-run | seal NAMED --dry-run",
@@ -165,12 +176,13 @@ COMMAND_LINES = {
             | prune unfinished_saves --keep 1 | prune saves --keep 1 --keep-every 10 --best loss:min --dry-run""",
         rows=("save",),
         hostile="prune NAMED --keep 1 | prune TEXT --keep 1",
-        without={"progress": "removes files, which are not read"},
+        without={"path": "removes saves and versions", "progress": "removes files, which are not read"},
     ),
     "demo": Lines(
         shared="demo --ranks 1 --steps 2",
         json="demo --nosuch | demo --ranks 0 --keep kept --steps 1",
         without={
+            "path": "reads no path",
             "golden": "writes other numbers each time",
             "hostile": "reads no path",
             "progress": "shows each step: test_demo_on_a_terminal_is_one_live_line",
@@ -180,3 +192,12 @@ COMMAND_LINES = {
 
 SHARED = [lines.shared.split() for name, lines in COMMAND_LINES.items() if name != "demo"]
 """One line of each command but `demo`, whose output varies."""
+
+ON_A_PATH = [name for name, lines in COMMAND_LINES.items() if lines.path]
+ON_SEVERAL_PATHS = [name for name in ON_A_PATH if COMMAND_LINES[name].path.endswith("...")]
+
+
+def words_of(name: str, path: object, out: object) -> list[str]:
+    """Return the command line of a command on the checkpoint at `path`; what it writes is at `out`."""
+    words = {"PATH": str(path), "PATH...": str(path), "OUT": str(out)}
+    return [words.get(word, word) for word in COMMAND_LINES[name].path.split()]

@@ -45,5 +45,4 @@ def rule(*values: Any, **changes: Any) -> dict[str, Any]:
 # Megatron
 
 
-MEGATRON = DATA / "megatron"
 GPT = "megatron:gpt"

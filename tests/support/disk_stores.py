@@ -73,3 +73,9 @@ def names_at(url: str) -> list[str]:
         return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
     except FileNotFoundError:
         return []
+
+
+def uploads_in(url: str) -> list[str]:
+    """Return the names whose uploads to the bucket of a URL are neither complete nor cancelled."""
+    answer = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=url.split("/")[2])
+    return [upload["Key"] for upload in answer.get("Uploads") or ()]

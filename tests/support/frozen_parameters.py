@@ -14,7 +14,7 @@ def set_base(state: dict[str, Any], value: float) -> None:
         state["model"]["base"].weight[0, 0] = value
 
 
-JOBS = """
+ADAPTER_JOBS = """
 import torch
 from statexchange.testing import run_ranks
 from checkpoint_jobs import load_adapters, save_adapters

@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from archives import unpack
-from stored import DATA
 
 # By sample: the number of tensors of torch_dist, and of the model in its legacy format.
 SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_vpp2": (9, 27)}
-
-
-def unpacked(sample: str, folder: Path) -> Path:
-    unpack(DATA / "megatron" / f"{sample}.tar.xz", folder / sample)
-    return folder / sample
-
 
 ITERATION = "iter_0000007"
 RANK_FILE = "model_optim_rng.pt"

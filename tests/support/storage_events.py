@@ -1,12 +1,13 @@
-"""Act at a storage event of this process, such as a kill, and return how a call in a child ends."""
+"""Record the storage events of this process, or act at one, such as a kill, and return how a call in a child ends."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from statexchange.errors import StateExchangeError
@@ -15,11 +16,16 @@ EVENT = "statexchange.storage"
 armed: list[tuple[int, Callable[[], None]]] = []  # the number of an event and what to call then, until it is called
 _count = 0  # of the events since `act_at`
 _only: str | None = None  # the step whose events count; None: all
+_recorded: list[tuple[str, str]] | None = None  # the events since `recording` began
 
 
 def _hook(event: str, arguments: Any) -> None:
     global _count
-    if event == EVENT and armed and _only in (None, arguments[0]):
+    if event != EVENT:
+        return
+    if _recorded is not None:
+        _recorded.append((arguments[0], arguments[1]))
+    if armed and _only in (None, arguments[0]):
         _count += 1
         if _count == armed[0][0]:
             armed.pop()[1]()
@@ -29,10 +35,26 @@ def act_at(number: int, act: Callable[[], None], only: str | None = None) -> Non
     """Call `act` once, at the `number`-th storage event of this process from now on; with `only`, of this step."""
     global _count, _only
     _count, _only = 0, only
-    if not hasattr(sys, "_publishing_hook"):
+    _add_hook()
+    armed[:] = [(number, act)]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[tuple[str, str]]]:
+    """Yield a list that gets the storage events of this process, each with its path, until the block ends."""
+    global _recorded
+    _add_hook()
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+def _add_hook() -> None:
+    if not hasattr(sys, "_publishing_hook"):  # a hook stays until the process ends
         sys._publishing_hook = True  # type: ignore[attr-defined]
         sys.addaudithook(_hook)
-    armed[:] = [(number, act)]
 
 
 def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:

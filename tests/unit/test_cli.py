@@ -8,27 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_runs import rank_tensors, shell
+from command_runs import shell
 from commands import CommandLine, command_environment
 from safetensors.numpy import load_file, save_file
 from stored import write_raw
 from warm_python import warm_python
-from workspaces import write_round
 
 from statexchange.cli.commands import COMMANDS
 from statexchange.units import printable
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, files: list[Path]) -> Path:
-    return tmp_path / "ws"
 
 
 # The commands info and ls

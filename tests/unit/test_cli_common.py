@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from archives import unpack
-from command_lines import SHARED
+from command_lines import ON_A_PATH, ON_SEVERAL_PATHS, SHARED, words_of
 from commands import CommandLine, command_environment
-from common_sources import make_sources
 from stored import DATA, write_raw
 from warm_python import warm_python
 
@@ -27,18 +26,10 @@ from statexchange.errors import did_you_mean
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of `make_sources`."""
-    root = tmp_path_factory.mktemp("made")
-    make_sources(root)
-    return root
-
-
 # Several PATHs
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "verify"])
+@pytest.mark.parametrize("command", ON_SEVERAL_PATHS)
 def test_several_paths_have_a_heading_each(call: CommandLine, made: Path, command: str) -> None:
     paths = [made / "whole", made / "other"]
     alone = [call(command, path) for path in paths]
@@ -54,7 +45,7 @@ def test_several_paths_have_a_heading_each(call: CommandLine, made: Path, comman
         ]
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "verify"])
+@pytest.mark.parametrize("command", ON_SEVERAL_PATHS)
 def test_a_failure_at_one_path_does_not_stop_the_others(call: CommandLine, made: Path, command: str) -> None:
     paths = [made / "absent", made / "whole"]
     code, out, err = call(command, *paths)
@@ -77,16 +68,15 @@ def test_the_exit_code_of_several_paths_is_that_of_the_most_severe(call: Command
     )
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "show", "verify", "merge", "diff"])
+@pytest.mark.parametrize("command", ON_A_PATH)
 def test_a_directory_of_checkpoints_is_not_found_and_the_error_names_scan(
     call: CommandLine, made: Path, tmp_path: Path, command: str
 ) -> None:
-    more = {"merge": [tmp_path / "out"], "diff": [made / "whole"]}.get(command, [])
-    code, _, err = call(command, made, *more)
+    code, _, err = call(*words_of(command, made, tmp_path / "out"))
     assert (code, "statexchange scan lists them" in err, err.count("\n")) == (3, True, 1)
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "verify"])
+@pytest.mark.parametrize("command", ON_SEVERAL_PATHS)
 def test_several_paths_as_json_are_a_list_of_records(call: CommandLine, made: Path, command: str) -> None:
     paths = [made / "whole", made / "absent", made / "other"]
     code, envelope = call.json(command, *paths, stderr="")

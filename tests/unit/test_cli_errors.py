@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_runs import held, rank_tensors, shell
+from command_lines import ON_A_PATH, words_of
+from command_runs import held, shell
 from commands import CommandLine
 from stored import contents_of, flip_bit
 from workspaces import write_round
@@ -17,16 +18,6 @@ from statexchange.cli.output import EXIT_CODES
 from statexchange.errors import ReplicaError
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, files: list[Path]) -> Path:
-    return tmp_path / "ws"
 
 
 # Bad arguments
@@ -88,11 +79,10 @@ def test_an_absent_path_is_not_found_by_any_command(workspace: Path, tmp_path: P
 
 def test_a_directory_without_a_checkpoint_is_not_found_and_left_alone(call: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for command in ("info", "ls", "verify"):
-        code, _, err = call(command, tmp_path)
+    for command in ON_A_PATH:
+        code, _, err = call(*words_of(command, tmp_path, tmp_path / "out"))
         assert code == 3
         assert os.fspath(tmp_path) in err
-    assert call("merge", tmp_path, tmp_path / "out")[0] == 3
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 

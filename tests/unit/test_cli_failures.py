@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_runs import held, rank_tensors
+from command_runs import held
 from commands import CommandLine, command_environment
 from programs import require_mounts
 from stored import write_raw
@@ -23,16 +23,6 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, files: list[Path]) -> Path:
-    return tmp_path / "ws"
 
 
 @pytest.fixture

@@ -12,20 +12,11 @@ from typing import Any
 import pytest
 from command_lines import COMMAND_LINES, SHARED
 from commands import command_environment
-from common_sources import make_sources
 from scripts import warm_program
 from sweeps import slow
 from warm_python import warm_python
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of `make_sources`."""
-    root = tmp_path_factory.mktemp("made")
-    make_sources(root)
-    return root
 
 
 DEMO = COMMAND_LINES["demo"].shared.split()

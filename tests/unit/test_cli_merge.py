@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_runs import rank_tensors
 from commands import CommandLine, command_environment
 from json_schemas import validator
 from safetensors.numpy import save_file
 from scripts import warm_program
-from workspaces import write_round
 
 from statexchange import demo
 from statexchange.cli import progress as progress_module
@@ -25,16 +23,6 @@ from statexchange.errors import CorruptError, IncompleteError, ReplicaError, Sto
 from statexchange.units import format_ranks, format_seconds
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, files: list[Path]) -> Path:
-    return tmp_path / "ws"
 
 
 # Progress

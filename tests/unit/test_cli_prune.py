@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ from command_saves import (
     folder,
     hidden_in,
     move_owner_to_another_host,
-    pausing,
     rank_file,
-    save_steps,
     size_of,
 )
 from commands import CommandLine
@@ -35,29 +33,8 @@ from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.units import format_bytes
 
 
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("job") / "saved"
-    save_steps(path)
-    return path
-
-
-@pytest.fixture
-def saved(saved_once: Path, tmp_path: Path, plain_environment: None) -> Path:
-    """Return a copy of the saves."""
-    path = tmp_path / "saved"
-    shutil.copytree(saved_once, path)
-    return path
-
-
 def steps_in(path: Path) -> list[int]:
     return sorted(int(p.name.removeprefix("step-")) for p in path.iterdir() if p.name.startswith("step-"))
-
-
-@pytest.fixture
-def paused(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
-    with pausing(saved) as start:
-        yield start
 
 
 # prune

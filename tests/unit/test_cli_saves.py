@@ -24,9 +24,7 @@ from command_saves import (
     local_time,
     manifest,
     move_owner_to_another_host,
-    pausing,
     rank_file,
-    save_steps,
     size_of,
 )
 from commands import CommandLine, command_environment
@@ -39,27 +37,6 @@ from statexchange.testing import run_ranks
 from statexchange.units import format_bytes, format_time
 
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("job") / "saved"
-    save_steps(path)
-    return path
-
-
-@pytest.fixture
-def saved(saved_once: Path, tmp_path: Path, plain_environment: None) -> Path:
-    """Return a copy of the saves."""
-    path = tmp_path / "saved"
-    shutil.copytree(saved_once, path)
-    return path
-
-
-@pytest.fixture
-def paused(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
-    with pausing(saved) as start:
-        yield start
 
 
 # ls

@@ -1,8 +1,7 @@
 """`info` and `verify` over a directory of a job's saves."""
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,7 @@ from command_saves import (
     folder,
     local_time,
     manifest,
-    pausing,
     rank_file,
-    save_steps,
 )
 from commands import CommandLine
 from stored import flip_bit
@@ -26,28 +23,6 @@ from stored import flip_bit
 import statexchange as sx
 from statexchange.cli.output import EXIT_CODES
 from statexchange.units import format_bytes
-
-
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("job") / "saved"
-    save_steps(path)
-    return path
-
-
-@pytest.fixture
-def saved(saved_once: Path, tmp_path: Path, plain_environment: None) -> Path:
-    """Return a copy of the saves."""
-    path = tmp_path / "saved"
-    shutil.copytree(saved_once, path)
-    return path
-
-
-@pytest.fixture
-def paused(saved: Path) -> Iterator[Callable[[int, str], Paused]]:
-    with pausing(saved) as start:
-        yield start
-
 
 # info
 

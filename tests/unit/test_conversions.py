@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archives import unpack
 from commands import CommandLine
-from converted import GPT, LLAMA3, MEGATRON, TORCHTITAN, merged, same, titan
+from converted import GPT, LLAMA3, TORCHTITAN, merged, same, titan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -329,12 +328,3 @@ def test_names_without_a_rule_are_an_error_unless_they_are_excluded(tmp_path: Pa
         merge_checkpoint(source, tmp_path / "out2", convert=LLAMA3)
     with pytest.raises(InvalidArgumentError, match=r"'llama'.*torchtitan:llama3"):
         merge_checkpoint(source, tmp_path / "out2", convert="llama")
-
-
-@pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
-    folder = tmp_path_factory.mktemp("megatron")
-    for archive in MEGATRON.glob("*.tar.xz"):
-        unpack(archive, folder / archive.name.partition(".")[0])
-    return folder

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archives import unpack
-from converted import GPT, LLAMA3, MEGATRON, TORCHTITAN, Arrays, merged, same, titan
+from converted import GPT, LLAMA3, TORCHTITAN, Arrays, merged, same, titan
 from safetensors.numpy import save_file
 from scripts import HOME, page_block, run_commands
 from stored import write_raw
@@ -21,15 +20,6 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
-
-
-@pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
-    folder = tmp_path_factory.mktemp("megatron")
-    for archive in MEGATRON.glob("*.tar.xz"):
-        unpack(archive, folder / archive.name.partition(".")[0])
-    return folder
 
 
 def llama_of(stacked: Arrays, groups: int) -> dict[str, np.ndarray]:

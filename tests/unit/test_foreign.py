@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import ON_A_PATH, words_of
 from commands import CommandLine
 from safetensors.numpy import save_file
 from stored import DATA
@@ -47,7 +48,6 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "summarize": summarize,
     "verify": verify,
 }
-COMMANDS = ("info", "ls", "show", "verify", "seal")
 
 
 def check_refused(path: Path, name: str, call: CommandLine) -> None:
@@ -58,7 +58,8 @@ def check_refused(path: Path, name: str, call: CommandLine) -> None:
         assert refused.value.path == str(path), name_of_call
         assert all(word in refused.value.message for word in FORMATS[name]), refused.value
     out = path.parent / "out"
-    for arguments in (*((command, path) for command in COMMANDS), ("merge", path, out), ("diff", path, path)):
+    for command in ON_A_PATH:
+        arguments = words_of(command, path, out)
         code, _, err = call(*arguments)
         assert (code, err.count("not read here")) == (7, 1), arguments
         assert all(word in err for word in (*FORMATS[name], str(path))), err

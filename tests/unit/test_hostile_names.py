@@ -138,6 +138,12 @@ def test_hostile_texts_are_escaped_in_pictures(
     }  # fmt: skip
 
 
+def test_each_command_that_draws_has_a_case() -> None:
+    context = click.Context(cli)
+    drawing = [name for name in COMMANDS if any("--svg" in one.opts for one in cli.get_command(context, name).params)]
+    assert list(dict.fromkeys(case[0] for case in PICTURES)) == drawing
+
+
 def unsafe(text: str, allowed: str) -> set[str]:
     """Return the characters of an output that control a terminal, or that it does not show."""
     return {one for one in set(text) if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)

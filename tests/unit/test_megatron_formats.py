@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_samples import ITERATION, RANK_FILE, SAMPLES, rewrite, unpacked
+from megatron_samples import ITERATION, RANK_FILE, SAMPLES, rewrite
 from megatron_states import check_expected, check_legacy, merged, read
 
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -26,37 +26,18 @@ from statexchange.report.value_checks import CHECKS
 from statexchange.report.verify import verify
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("megatron")
-    return {sample: unpacked(sample, folder) for sample in SAMPLES}
-
-
-@pytest.fixture
-def torch_dist(samples: dict[str, Path], tmp_path: Path) -> Path:
-    """Return a copy of the run's directory, for tests that damage it."""
-    return Path(shutil.copytree(samples["tp2_pp2"] / "torch_dist", tmp_path / "torch_dist"))
-
-
-@pytest.fixture
-def legacy(samples: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(samples["tp2_pp2"] / "legacy", tmp_path / "legacy"))
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_torch_dist_has_what_megatron_loads(megatron: Path, sample: str) -> None:
+    assert check_expected(megatron / sample) == SAMPLES[sample][0]
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_torch_dist_has_what_megatron_loads(samples: dict[str, Path], sample: str) -> None:
-    assert check_expected(samples[sample]) == SAMPLES[sample][0]
+def test_mp_rank_directories_have_the_model_of_torch_dist(megatron: Path, sample: str, tmp_path: Path) -> None:
+    assert check_legacy(megatron / sample, tmp_path) == SAMPLES[sample][1]
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_mp_rank_directories_have_the_model_of_torch_dist(
-    samples: dict[str, Path], sample: str, tmp_path: Path
-) -> None:
-    assert check_legacy(samples[sample], tmp_path) == SAMPLES[sample][1]
-
-
-def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str, Path]) -> None:
-    summary = summarize(samples["tp2_pp2"] / "torch_dist")
+def test_a_summary_shows_sections_arguments_and_the_iteration(megatron: Path) -> None:
+    summary = summarize(megatron / "tp2_pp2/torch_dist")
     assert (summary.kind, summary.step, summary.ranks) == ("megatron torch_dist", 7, (0, 1, 2, 3))
     counts = {name: section.num_tensors for name, section in summary.sections.items()}
     assert (counts["model"], counts["optimizer"]) == (13, 12)
@@ -64,7 +45,7 @@ def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str,
     assert summary.others["content_metadata.distrib_optim_sharding_type"] == "str 'dp_reshardable'"
     assert summary.others["opt_param_scheduler.num_steps"] == "int 448"
 
-    summary = summarize(samples["tp2_pp2"] / "legacy")
+    summary = summarize(megatron / "tp2_pp2/legacy")
     assert (summary.kind, summary.step, summary.world_size) == ("megatron ranks", 7, 4)
     assert summary.sections["model"].num_tensors == 23
     assert summary.others["distrib_optim.pt"] == "flat buffers of the distributed optimizer, not read"
@@ -72,23 +53,21 @@ def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str,
 
 
 def test_each_ranks_optimizer_and_random_state_have_its_directory_in_their_names(
-    samples: dict[str, Path], tmp_path: Path
+    megatron: Path, tmp_path: Path
 ) -> None:
-    found = merged(samples["pp2_tied"] / "legacy", tmp_path / "optimizer", section="optimizer")
+    found = merged(megatron / "pp2_tied/legacy", tmp_path / "optimizer", section="optimizer")
     assert found["mp_rank_00_001.optimizer.optimizer.state.0.exp_avg"].shape == (8, 8)
     assert len(found) == 60
-    found = merged(samples["pp2_tied"] / "legacy", tmp_path / "rng", section="rng")
+    found = merged(megatron / "pp2_tied/legacy", tmp_path / "rng", section="rng")
     assert found.keys() == {f"mp_rank_00_00{rank}.rng_state.0.torch_rng_state" for rank in (0, 1)}
 
 
-def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
-    samples: dict[str, Path], tmp_path: Path
-) -> None:
-    others = summarize(samples["tp2_pp2"] / "torch_dist").others
+def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(megatron: Path, tmp_path: Path) -> None:
+    others = summarize(megatron / "tp2_pp2/torch_dist").others
     assert others["optimizer.param_state_sharding_type"] == "str 'dp_reshardable'"
-    assert not any("optimizer" in name for name in merged(samples["tp2_pp2"] / "torch_dist", tmp_path / "out"))
-    assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
-    names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
+    assert not any("optimizer" in name for name in merged(megatron / "tp2_pp2/torch_dist", tmp_path / "out"))
+    assert "optimizer" not in summarize(megatron / "pp2_tied/torch_dist").others
+    names = merged(megatron / "pp2_tied/torch_dist", tmp_path / "optimizer", section="optimizer").keys()
     assert "optimizer.state.exp_avg.embedding.word_embeddings.weight" in names
 
 
@@ -98,9 +77,9 @@ def test_values_of_flat_buffers_are_not_checked(torch_dist: Path) -> None:
     assert (report.findings, report.num_boxes) == ((), 303)
 
 
-def test_an_iteration_opens_by_its_own_directory(samples: dict[str, Path]) -> None:
+def test_an_iteration_opens_by_its_own_directory(megatron: Path) -> None:
     for kind in ("torch_dist", "legacy"):
-        run = samples["tp2_pp2"] / kind
+        run = megatron / "tp2_pp2" / kind
         of_run, of_iteration = read(run), read(run / ITERATION)
         assert of_run.keys() == of_iteration.keys()
         assert all(of_run[name][1].tobytes() == of_iteration[name][1].tobytes() for name in of_run)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from commands import CommandLine
-from megatron_samples import ITERATION, RANK_FILE, SAMPLES, rewrite, unpacked
+from megatron_samples import ITERATION, RANK_FILE, rewrite
 from megatron_states import merged
 from scripts import page_block, run_commands
 from torch.distributed.checkpoint.metadata import Metadata
@@ -33,23 +33,6 @@ from statexchange.formats.megatron_ranks import division_of
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("megatron")
-    return {sample: unpacked(sample, folder) for sample in SAMPLES}
-
-
-@pytest.fixture
-def torch_dist(samples: dict[str, Path], tmp_path: Path) -> Path:
-    """Return a copy of the run's directory, for tests that damage it."""
-    return Path(shutil.copytree(samples["tp2_pp2"] / "torch_dist", tmp_path / "torch_dist"))
-
-
-@pytest.fixture
-def legacy(samples: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(samples["tp2_pp2"] / "legacy", tmp_path / "legacy"))
 
 
 def test_a_missing_rank_is_named_by_its_directory(legacy: Path, tmp_path: Path) -> None:
@@ -130,8 +113,8 @@ def test_a_parameter_of_an_unknown_name_is_refused_unless_it_is_excluded(legacy:
     assert len(found) == 23
 
 
-def test_copies_of_a_tied_embedding_must_be_equal(samples: dict[str, Path], tmp_path: Path) -> None:
-    run = Path(shutil.copytree(samples["pp2_tied"] / "legacy", tmp_path / "legacy"))
+def test_copies_of_a_tied_embedding_must_be_equal(megatron: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(megatron / "pp2_tied/legacy", tmp_path / "legacy"))
     with open_source(run, section="model") as source:
         names = {name for shard_file in source.files for name in shard_file.tensors}
     assert "embedding.word_embeddings.weight" in names
@@ -145,8 +128,8 @@ def test_copies_of_a_tied_embedding_must_be_equal(samples: dict[str, Path], tmp_
         merge_checkpoint(run, tmp_path / "out")
 
 
-def test_one_rank_alone_is_refused(samples: dict[str, Path], tmp_path: Path) -> None:
-    directory = samples["tp2_pp2"] / "legacy" / ITERATION / "mp_rank_00_000"
+def test_one_rank_alone_is_refused(megatron: Path, tmp_path: Path) -> None:
+    directory = megatron / "tp2_pp2/legacy" / ITERATION / "mp_rank_00_000"
     for path in (directory, directory / RANK_FILE):
         with pytest.raises(InvalidArgumentError, match=rf"one rank's part.*{ITERATION} "):
             open_source(path)
@@ -279,7 +262,7 @@ def test_the_command_line_exits_with_the_code_of_the_damage(
         assert call.json(*arguments)[0] == code
 
 
-def test_the_commands_of_the_page_print_what_it_shows(samples: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(samples["tp2_pp2"] / "torch_dist", tmp_path / "checkpoints")
-    shutil.copytree(samples["tp2_pp2"] / "legacy", tmp_path / "old")
+def test_the_commands_of_the_page_print_what_it_shows(megatron: Path, tmp_path: Path) -> None:
+    shutil.copytree(megatron / "tp2_pp2/torch_dist", tmp_path / "checkpoints")
+    shutil.copytree(megatron / "tp2_pp2/legacy", tmp_path / "old")
     run_commands(page_block("commands: megatron"), tmp_path)

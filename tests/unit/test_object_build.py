@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -28,6 +29,7 @@ from publishing import (
     value_at,
 )
 from safetensors.torch import save_file
+from storage_events import act_at, armed
 from stored import flip_bit
 from sweeps import slow, steps
 from warm_python import warm_python
@@ -184,6 +186,27 @@ def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
         publish("memory://out", 2)
     timer.join()
     assert names_at("memory://out") == [CLAIM_NAME]
+
+
+@pytest.mark.parametrize(
+    ("successor", "stays"), [("none", False), ("at work", True), ("ended without it", False), ("ended with it", True)]
+)
+def test_an_object_that_is_put_after_the_claim_was_lost_is_removed_unless_it_may_be_the_successors(
+    store: Any, successor: str, stays: bool
+) -> None:
+    def lose_claim() -> None:
+        store.rm_file(f"/out/{CLAIM_NAME}")
+        if successor == "at work":
+            left_by(store, OTHER_HOST, names=WHOLE)
+        elif successor != "none":
+            files = WHOLE[1:3] if successor == "ended with it" else ["other.safetensors"]
+            store.pipe_file("/out/statexchange.json", json.dumps({"files": files}).encode())
+
+    act_at(2, lose_claim, only="put")  # the first one is that of the claim
+    with pytest.raises(TargetExistsError, match="taken over the claim"):
+        publish("memory://out", 1)
+    assert not armed
+    assert ("model-00001-of-00002.safetensors" in names_at("memory://out")) == stays
 
 
 def test_a_claim_that_cannot_be_read_is_named(store: Any) -> None:

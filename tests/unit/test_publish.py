@@ -28,6 +28,7 @@ from publishing import (
     value_at,
     value_of,
 )
+from storage_events import recording
 from stored import contents_of
 from sweeps import EVERY, some
 from system_calls import in_pairs, strace, system_calls
@@ -333,6 +334,16 @@ def test_an_interrupted_replacement_is_readable_and_the_next_publisher_completes
         publish(place / "out", 2, resume=True)
         assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
         shutil.rmtree(place / "out")
+
+
+def test_a_replacement_that_the_next_publisher_completes_is_durable_before_the_old_directory_is_removed(
+    place: Path,
+) -> None:
+    left = leave(place, A, ended_owner(), "partial", "replaced")
+    with recording() as events, begin(place / "out", 2, overwrite=True):
+        assert not left["replaced"].exists()
+    completed = events.index(("rename", str(place / "out")))
+    assert events[completed + 1] == ("sync directory", str(place / "out"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")

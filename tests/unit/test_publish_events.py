@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ from publishing import (
     provenance_of,
     publish,
     run_sweep,
+    save,
     value_at,
     value_of,
 )
+from storage_events import act_at, armed, recording
 from sweeps import slow, steps
 
 from statexchange.checkpoint.publication import Provenance, Publication, index_name
-from statexchange.errors import InvalidArgumentError, StorageError, UnsafeError
+from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.formats.registry import open_source
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.pieces import SpecPieces
@@ -95,6 +99,73 @@ def test_a_directory_of_a_user_keeps_the_name_that_it_gets_at_any_event_of_a_rep
     found = run_sweep("sweep_strangers", sweep_path, exchange=exchange, step=step)
     assert found["points"] * step > 60
     assert step > 1 or ("replaced" in found) == (not exchange)  # one event is between the two renames
+
+
+def take_over(place: Path) -> None:
+    """Give the directory under construction another name, as a publisher does with resume=True."""
+    (partial,) = place.glob(".out.*.partial")
+    partial.rename(place / "taken over")
+
+
+def remove_target(place: Path) -> None:
+    shutil.rmtree(place / "out")
+
+
+@pytest.mark.parametrize(
+    ("replaces", "step", "act", "reason"),
+    [
+        (False, "rename", take_over, "treated this one as dead"),
+        (True, "exchange", take_over, "treated this one as dead"),
+        (True, "exchange", remove_target, "removed the target meanwhile"),
+    ],
+    ids=["taken over", "taken over beside an old one", "the old one removed"],
+)
+def test_a_commit_without_what_it_renames_is_refused_with_the_reason(
+    place: Path, replaces: bool, step: str, act: Callable[[Path], None], reason: str
+) -> None:
+    if replaces:
+        publish(place / "out", 1)
+    act_at(1, lambda: act(place), only=step)
+    with pytest.raises(TargetExistsError, match=f"another publisher {reason}"):
+        publish(place / "out", 2)
+    assert not armed
+
+
+# Power cuts: what a step needs is durable before it
+
+RECORD = ["symlink", "sync directory"]
+FOLDER = ["mkdir", "sync directory"]
+NEW_FILE = ["create", "sync", "link", "unlink", "sync directory"]
+OUTPUT = ["create", "write", "sync", *NEW_FILE]  # and its receipt
+REMOVED = ["unlink", "rename", "unlink"]  # to the name of what is being removed, where nothing lies
+
+
+def changes(events: list[tuple[str, str]]) -> list[str]:
+    """Return the steps of those storage events that change something."""
+    return [step for step, _ in events if step not in ("open", "open directory", "list")]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_is_durable_before_it_gets_its_name_and_the_name_before_the_old_save_is_removed(
+    place: Path, replaces: bool
+) -> None:
+    if replaces:
+        save(place / "out", 1)
+    with recording() as events:
+        save(place / "out", 2)
+    ended = ["rename", "sync directory"]
+    if replaces:
+        ended = ["exchange", "sync directory", *REMOVED, *2 * ["unlink"], "rmdir"]
+    assert changes(events) == [*RECORD, *FOLDER, *NEW_FILE, *NEW_FILE, "sync directory", *ended, "unlink"]
+    built, named = [path for step, path in events if step == "sync directory"][-2:]
+    assert (os.path.splitext(built)[1], named) == (".partial", str(place / "out"))
+
+
+def test_a_checkpoint_is_durable_before_it_gets_its_name(place: Path) -> None:
+    with recording() as events:
+        publish(place / "out", 1)
+    ended = [*2 * ["unlink"], "sync directory", "rename", "sync directory", "unlink"]  # the receipts; the record
+    assert changes(events) == [*RECORD, *FOLDER, *2 * OUTPUT, *3 * NEW_FILE, *ended]
 
 
 def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:

@@ -16,7 +16,7 @@ MEMORY_BYTES, CPU_S = 2 << 30, 5
 OK, USAGE, CORRUPT, INCOMPLETE, UNSAFE = 0, 2, 4, 5, 7
 
 # One child for each command, forked after the imports. Its exit code is that of `wait`: a signal's number is negative.
-COMMANDS = """
+PROGRAM = """
 import gc, importlib, json, os, pkgutil, resource, sys
 from statexchange.cli.main import main
 
@@ -93,7 +93,7 @@ def test_small_hostile_files_are_read_or_refused_within_limits_of_memory_and_tim
         path, layout = str(build(folder)), folder / "layout.json"
         options = ["--layout", str(layout)] if layout.exists() else []
         calls += [["info", path, "--json"], ["verify", path], ["merge", path, str(folder / "merged"), *options]]
-    command = [sys.executable, "-c", COMMANDS, str(MEMORY_BYTES), str(CPU_S)]
+    command = [sys.executable, "-c", PROGRAM, str(MEMORY_BYTES), str(CPU_S)]
     done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, timeout=200)
     codes = iter(json.loads(done.stdout))
     found = {case: [next(codes), next(codes), next(codes)] for case in PICKLES[group]}

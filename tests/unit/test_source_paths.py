@@ -95,6 +95,7 @@ def test_a_file_of_torch_save_has_its_keys_and_the_items_of_lists_and_tuples(tmp
         {(0, 1): one()},
         {torch.float32: one()},
     ],
+    ids=["a tensor", "a list", "an empty key", "a key below an empty one", "a long number", "a tuple", "a dtype"],
 )
 def test_a_name_that_its_keys_do_not_join_to_has_no_path(tmp_path: Path, state: Any) -> None:
     assert paths_of(saved(tmp_path / "a.pt", state)) == {}

@@ -306,3 +306,14 @@ def test_other_than_regular_files_are_refused_at_once(tmp_path: Path) -> None:
         place.store.open("fifo")
     with pytest.raises(NotFoundError):
         header_of(str(tmp_path / "gone"))
+
+
+def test_a_write_reports_progress_about_once_in_a_megabyte(tmp_path: Path) -> None:
+    large = [filled(Shard("w", "U8", (8 << 20,), (full_box((8 << 20,)),)), bytes(8 << 20))]
+    small = [filled(Shard(f"s{n}", "U8", (8,), (full_box((8,)),)), bytes(8)) for n in range(100)]
+    reports: list[str] = []
+    with files.directory(str(tmp_path)) as dir_fd:
+        for name, shards in (("large", large), ("small", small)):
+            write_tensor_file(dir_fd, name, str(tmp_path / name), shards, {}, progress=lambda: reports.append(name))  # noqa: B023
+    assert 4 <= reports.count("large") <= 8
+    assert reports.count("small") == 0

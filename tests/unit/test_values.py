@@ -149,6 +149,7 @@ def test_deep_nesting_works_and_a_cycle_is_an_error_that_names_its_path() -> Non
         (Point(1, bytearray()), ".y"),
         ([Frozen], "[0]"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_unknown_type_is_a_type_error_that_names_its_path(value: Any, path: str) -> None:
     with pytest.raises(TypeError, match="cannot write a") as caught:

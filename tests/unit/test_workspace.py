@@ -39,14 +39,6 @@ def leftovers(path: Path) -> list[str]:
     return [p.name for p in path.rglob("*") if p.name.startswith(".")]
 
 
-@pytest.fixture(scope="module")
-def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "ws"
-    for value in (1, 2):
-        write_value(path, value)
-    return path
-
-
 @EVERY
 def test_after_a_kill_at_any_write_the_old_round_or_the_new_one_is_there(
     every: int, two_rounds: Path, tmp_path: Path

@@ -17,7 +17,7 @@ import pytest
 from programs import require_mounts
 from stored import flip_bit
 from system_calls import strace, system_calls
-from workspace_writers import WRITER, names_in, opens, rounds_of, write_value
+from workspace_writers import WRITER, names_in, opens, rounds_of
 from workspaces import commit, held, write
 
 from statexchange import NFSWorkspace
@@ -33,14 +33,6 @@ from statexchange.formats.registry import open_source
 from statexchange.storage import atomic, files
 from statexchange.storage.store import local_path
 from statexchange.storage.workspace import RankName, Workspace
-
-
-@pytest.fixture(scope="module")
-def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "ws"
-    for value in (1, 2):
-        write_value(path, value)
-    return path
 
 
 @pytest.fixture
