@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from statexchange.checkpoint.extra_files import CallerFiles, extra_files, read_caller_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import Provenance, Publication, VersionMarks
+from statexchange.checkpoint.publication import Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
@@ -316,7 +316,10 @@ def publish(
                     output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
-            notes = root.notes + _notes_on_written(root, provenance, request)
+            # Of a part of a model, its config says other things than of the whole.
+            is_part = not root.extra or request.options.include or request.options.exclude
+            layout = root.options.new_layout()
+            notes = root.notes + notes_on_written(root.plan, provenance, layout, None if is_part else root.extra)
             report = _report(root, small_files, notes, began, comm.world_size)
             _log.info("exported %s", report)
             for note in notes:
@@ -324,15 +327,6 @@ def publish(
     sent = from_root(comm, report, ExportReport | None, "the report")
     assert sent is not None
     return sent
-
-
-def _notes_on_written(
-    root: RootExport, provenance: Mapping[str, Provenance], request: ExportRequest
-) -> tuple[str, ...]:
-    """Return what there is to say of the written tensors, and of a whole model beside its config."""
-    # Of a part of a model, its config says other things than of the whole.
-    is_part = not root.extra or request.options.include or request.options.exclude
-    return notes_on_written(root.plan, provenance, root.options.new_layout(), None if is_part else root.extra)
 
 
 def _report(

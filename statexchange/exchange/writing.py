@@ -44,7 +44,6 @@ __all__ = ["write_files"]
 
 _SYNC_EVERY_BYTES = 256 << 20  # a rank shows no progress while it syncs: not all of its bytes at once
 _MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
-_MAX_OPEN = 64  # files of one rank: an export may have thousands, and the limit of a process is often 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,6 @@ def _write_boxes(
             return writing.run(opened)
 
 
-def _place_in_plan(item: _WriteItem) -> tuple[int, int]:
-    return item.number, item.piece
-
-
 class _Writing:
     """One rank's share of the writing."""
 
@@ -194,7 +189,7 @@ class _Writing:
                 for index, box, src in pieces_written_by(tensor.pieces, senders):
                     messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
         # Sends and receives in one order of all ranks: each rank waits only for an earlier message.
-        return local, sorted(messages, key=_place_in_plan)
+        return local, sorted(messages, key=attrgetter("number", "piece"))
 
     def _peer_of(self, rank: int, node: int) -> int:
         """Return the rank of another host that writes a rank's boxes: that with its local rank, modulo their number.
@@ -279,7 +274,10 @@ class _Writing:
 
 
 class _Files:
-    """The output files, open for writing in place, with progress and bounded dirty pages."""
+    """The output files, written in place, with progress and bounded dirty pages.
+
+    One is open at a time: boxes come in the order of the files, of which an export may have thousands.
+    """
 
     def __init__(
         self,
@@ -295,24 +293,22 @@ class _Files:
         self._dirty = 0
         self._unreported = 0
         self._on_progress = on_progress
-        self._fds: dict[int, int] = {}
+        self._number = self._fd = -1  # of the open file
 
     def __enter__(self) -> _Files:
         return self
 
     def write(self, item: _WriteItem, box: Box, data: memoryview) -> None:
         """Write a part of an item's box."""
-        tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file)
+        tensor, file, fd = item.tensor, self._files[item.tensor.file], self._open(item.tensor.file)
         write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
-            self._sync()
+            self._sync(file)
 
     def write_run(self, item: _WriteItem, begin: int, data: memoryview) -> bytes:
         """Write the bytes of a box that is one run from element `begin` of its tensor on; return their digest."""
-        tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file)
+        tensor, file, fd = item.tensor, self._files[item.tensor.file], self._open(item.tensor.file)
         in_file = tensor.begin + begin * ITEMSIZE[tensor.dtype]
         hasher = xxhash.xxh3_128()
         for at in range(0, len(data), files.WINDOW_BYTES):
@@ -322,14 +318,13 @@ class _Files:
             files.pwrite_all(fd, part, in_file + at, file.path)
             self._dirty += len(part)
             if self._dirty > _SYNC_EVERY_BYTES:
-                self._sync()
+                self._sync(file)
             self.count(len(part))
         return hasher.digest()
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""
-        file = self._files[number]
-        files.pwrite_all(self._fd(number, file), header, 0, file.path)
+        files.pwrite_all(self._open(number), header, 0, self._files[number].path)
 
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank has written or sent, and report progress."""
@@ -345,36 +340,30 @@ class _Files:
             self._unreported = 0
             self._comm.progress()
 
-    def _fd(self, number: int, file: WriteFile) -> int:
-        """Return the descriptor of a file; close the least recently used ones beyond a limit."""
-        fd = self._fds.pop(number, -1)  # and put back at the end: the first is the least recently used one
-        if fd < 0:
-            while len(self._fds) >= _MAX_OPEN:
-                self._close(next(iter(self._fds)))
-            fd = files.open_for_writing(file.path, file.link, file.identity)
-        self._fds[number] = fd
-        return fd
+    def _open(self, number: int) -> int:
+        """Return the descriptor of a file; close the one that was open before."""
+        if number != self._number:
+            if self._number >= 0:
+                self._close()
+            file = self._files[number]
+            self._fd = files.open_for_writing(file.path, file.link, file.identity)
+            self._number = number
+        return self._fd
 
-    def _close(self, number: int) -> None:
-        fd, file = self._fds.pop(number), self._files[number]
-        with files.closing(fd, file.path):
-            if not file.link:  # nobody reads a file without a name after a power cut
-                files.sync_file(fd, file.path)
+    def _close(self) -> None:
+        file, self._number = self._files[self._number], -1
+        with files.closing(self._fd, file.path):
+            self._sync(file)
 
-    def _sync(self) -> None:
-        # What is closed was synced then, so that these are all files with dirty pages of this rank.
-        for number, fd in self._fds.items():
-            if not self._files[number].link:
-                files.sync_file(fd, self._files[number].path)
+    def _sync(self, file: WriteFile) -> None:
+        if not file.link:  # nobody reads a file without a name after a power cut
+            files.sync_file(self._fd, file.path)
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        """Sync and close all files. The system may report a full disk only at the close."""
-        try:
-            while kind is None and self._fds:
-                self._close(next(iter(self._fds)))
-        finally:
-            for fd in self._fds.values():
-                with contextlib.suppress(OSError):  # the first failure counts
-                    os.close(fd)
-            self._fds.clear()
+        """Sync and close the open file. The system may report a full disk only at the close."""
+        if kind is None and self._number >= 0:
+            self._close()
+        elif self._number >= 0:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(self._fd)
