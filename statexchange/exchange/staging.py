@@ -25,11 +25,10 @@ from statexchange.tensors import (
     all_finite,
     converted,
     count_overflows,
+    from_bytes,
     name_of_dtype,
     num_overflows,
-    numpy_dtype,
     own_bytes,
-    torch_dtype,
     unify_nans,
 )
 
@@ -68,7 +67,7 @@ class Staging:
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self.num_overflows = 0
         self._window_bytes = window_bytes
-        self._buffers: dict[tuple[int, str], Leaf] = {}
+        self._buffers: dict[tuple[int, bool], NDArray[np.uint8]] = {}
 
     def parts(self, tensor: TensorLike, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in C order, part by part; each is valid until the next is requested. Not collective.
@@ -145,26 +144,23 @@ class Staging:
 
     def _buffer(self, number: int, tensor: TensorLike, window: Box, dtype: str) -> tuple[TensorLike, memoryview]:
         """Return the buffer whose turn it is, as an array or tensor of the window's shape, and its bytes."""
-        nbytes = window.numel * ITEMSIZE[dtype]
-        if isinstance(tensor, np.ndarray):
-            memory = self._memory(number, "numpy", lambda: np.empty(self._window_bytes, np.uint8))[:nbytes]
-            return memory.view(numpy_dtype(dtype)).reshape(window.shape), memory.data
-        import torch
-
-        # From pinned memory a GPU copies by itself, while the host goes on.
-        kind, size = "pinned" if tensor.is_cuda else "torch", self._window_bytes
-        pinned = tensor.is_cuda
-        memory = self._memory(
-            number, kind, lambda: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        )[:nbytes]
-        return memory.view(torch_dtype(dtype)).view(window.shape), memory.numpy().data
-
-    def _memory(self, number: int, kind: str, make: Callable[[], TensorLike]) -> Leaf:
-        key = (number % 2, kind)
+        as_numpy = isinstance(tensor, np.ndarray)
+        is_cuda = not isinstance(tensor, np.ndarray) and tensor.is_cuda
+        key = number % 2, is_cuda
         # Pinning memory takes longer than copying a window, and most tensors of a load need no buffer.
         if key not in self._buffers:
-            self._buffers[key] = make()
-        return self._buffers[key]
+            self._buffers[key] = _new_buffer(self._window_bytes, is_pinned=is_cuda)
+        memory = self._buffers[key][: window.numel * ITEMSIZE[dtype]]
+        return from_bytes(memory, dtype, window.shape, as_numpy=as_numpy), memory.data
+
+
+def _new_buffer(nbytes: int, *, is_pinned: bool) -> NDArray[np.uint8]:
+    if not is_pinned:
+        return np.empty(nbytes, np.uint8)
+    import torch
+
+    # From pinned memory a GPU copies by itself, while the host goes on.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 def shard_data(tensors: Iterable[LocalTensor], staging: Staging) -> list[ShardData]:
