@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
-from statexchange.exchange.published import PublishedBox, checksum_of, planned_pieces
+from statexchange.exchange.published import PublishedBox, checksum_of
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.receipts import Receipts, pieces_with_receipts
 from statexchange.exchange.staging import Staging
 from statexchange.formats.version_frames import are_runs, compressor, decompressed
 from statexchange.sharding.pieces import boxes_of, holders_of
@@ -204,7 +204,7 @@ class _Comparing:
         self.receipts = Receipts()
         staging = Staging()
         in_order = iter(boxes)
-        for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
+        for number, tensor, piece in pieces_with_receipts(plan, comm.rank):
             live = local_box(described, tensor.source, piece.box_index)
             if piece.is_written:
                 published = next(in_order)

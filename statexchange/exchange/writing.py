@@ -25,11 +25,11 @@ import xxhash
 from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.exporting import ExportRequest, RootExport, Written
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.receipts import Receipts, compares_copies
+from statexchange.exchange.receipts import Receipts, pieces_with_receipts
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging
 from statexchange.exchange.uploading import open_upload
-from statexchange.sharding.pieces import pieces_of_rank, pieces_written_by
+from statexchange.sharding.pieces import pieces_written_by
 from statexchange.sharding.shards import Box, begin_of_run
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
@@ -91,7 +91,7 @@ def write_files(
     if "://" in plan.files[0].path:  # a URL: a local path is absolute, and has no empty part
         upload = open_upload(comm, plan, request.path, root, building)
         # The temporary files have their headers already.
-        receipts = _write_boxes(comm, described, upload.plan, upload.nodes, [], request)
+        receipts = _write_boxes(comm, described, upload.plan, upload.nodes, None, request)
         return Written(receipts, upload.nodes, upload.run(comm, request.call))
     nodes = [0] * len(plan.files)
     if any(comm.nodes):  # several hosts
@@ -99,8 +99,7 @@ def write_files(
         # it was absent.
         sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
         nodes = assign_hosts(plan, comm.nodes, sees)
-    headers = [] if root is None else root.headers
-    return Written(_write_boxes(comm, described, plan, nodes, headers, request), nodes, None)
+    return Written(_write_boxes(comm, described, plan, nodes, root, request), nodes, None)
 
 
 def _write_boxes(
@@ -108,7 +107,7 @@ def _write_boxes(
     described: Description,
     plan: WritePlan,
     nodes: Sequence[int],
-    headers: Sequence[bytes],
+    root: RootExport | None,
     request: ExportRequest,
 ) -> Receipts:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
@@ -118,7 +117,7 @@ def _write_boxes(
         described: this rank's tensors.
         plan: the plan, equal on all ranks.
         nodes: for each file the number of the host that writes it.
-        headers: on root the headers of all files, or none if the files have them; ignored elsewhere.
+        root: on root the export, which has the headers of all files; None if the files have them already.
         request: the arguments of the call. `on_progress` is called with the bytes that this rank has written or sent,
             and the total.
 
@@ -133,6 +132,7 @@ def _write_boxes(
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()
         if writing.is_shared:
+            headers = [] if root is None else root.headers
             remote_headers = from_root(comm, headers, list[bytes], "the headers")
         with _Files(plan.files, comm, writing.total, call.on_progress) as opened:
             # Root writes those of its own host's files last, when it finishes them (exporting.py).
@@ -168,26 +168,22 @@ class _Writing:
         """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
         rank, node_here = self._comm.rank, self._comm.node_rank
         senders = self._senders()
-        self._receipts = Receipts()
+        pieces = pieces_with_receipts(plan, rank)
+        # Their places are taken now: boxes are written in another order than the plan's.
+        self._receipts = Receipts([b""] * len(pieces), [number for number, _, _ in pieces])
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
-        for number, tensor in enumerate(plan.tensors):
-            node = nodes[tensor.file]
-            for piece in pieces_of_rank(tensor.pieces, rank):
-                if not piece.is_written and not compares_copies(tensor.reduce, compares=plan.compares):
-                    continue
-                dst = -1
-                if piece.is_written:
-                    dst = rank if node == node_here else self._peer_of(rank, node)
-                # Its place among the receipts is taken now: boxes are written in another order than the plan's.
-                receipt = len(self._receipts.digests)
-                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
-                self._receipts.digests.append(b"")
-                self._receipts.tensor_numbers.append(number)
-                (local if dst in (rank, -1) else messages).append(item)
-            if senders is not None and node == node_here:
-                for index, box, src in pieces_written_by(tensor.pieces, senders):
-                    messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
+        for receipt, (number, tensor, piece) in enumerate(pieces):
+            node, dst = nodes[tensor.file], -1
+            if piece.is_written:
+                dst = rank if node == node_here else self._peer_of(rank, node)
+            item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
+            (local if dst in (rank, -1) else messages).append(item)
+        if senders is not None:
+            for number, tensor in enumerate(plan.tensors):
+                if nodes[tensor.file] == node_here:
+                    for index, box, src in pieces_written_by(tensor.pieces, senders):
+                        messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
         # Sends and receives in one order of all ranks: each rank waits only for an earlier message.
         return local, sorted(messages, key=attrgetter("number", "piece"))
 
