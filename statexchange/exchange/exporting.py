@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from statexchange.checkpoint.extra_files import CallerFiles, extra_files, read_caller_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import Publication, VersionMarks
+from statexchange.checkpoint.publication import Draft, Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
@@ -268,9 +268,8 @@ def _planned(
     if request.marks is not None and request.marks.checksums is not None:
         plan = _numbered_from_zero(plan)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
-    publication = Publication(
-        request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite, marks=request.marks
-    )
+    draft = Draft(plan, source="export", extra=extra, marks=request.marks)
+    publication = Publication(request.path, draft, overwrite=request.call.overwrite)
     building.enter_context(publication)
     for file in plan.files:
         publication.create(file)
