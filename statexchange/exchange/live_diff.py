@@ -9,7 +9,7 @@ from dataclasses import replace
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.chosen_conversion import Conversion
-from statexchange.exchange.compared_rows import Compared, RowComparison, joined
+from statexchange.exchange.compared_rows import Compared, compared_rows, joined
 from statexchange.exchange.export import converted_description
 from statexchange.exchange.placing import place_parts
 from statexchange.formats.open_checkpoint import OpenCheckpoint
@@ -60,12 +60,15 @@ def diff_live(
             for name, tensor in stored.items():
                 if options.wants(name):
                     facts[name] = (tensor.dtype, tensor.shape)
-            compared = RowComparison(comm, call.tolerance).compare(live, stored)
+            compared = {}
+            for name, local in live.items():
+                compared[name] = compared_rows(local, stored.get(name), call.tolerance, comm.progress)
+                comm.progress()
     parts: dict[str, list[Compared]] = {}
     nbytes = 0
-    for of_rank, rank_nbytes in from_all(comm, compared, tuple[dict[str, Compared], int], "its comparison"):
-        nbytes += rank_nbytes
+    for of_rank in from_all(comm, compared, dict[str, Compared], "its comparison"):
         for name, part in of_rank.items():
+            nbytes += part.nbytes
             parts.setdefault(name, []).append(part)
     tensors = []
     # A name may come from a, from b or from both.

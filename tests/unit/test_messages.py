@@ -109,7 +109,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _OpenedSource,
         None,
     ),
-    (({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS})}, 16), tuple[dict[str, Compared], int], None),
+    ({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS}, 16)}, dict[str, Compared], None),
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),
