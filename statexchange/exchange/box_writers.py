@@ -147,11 +147,6 @@ def share_writing(
     shards = LongTuple([local.shard for local in tensors])
     layouts = LongTuple([local.layout for local in tensors])
     tied, not_trained = LongTuple(aliases.items()), frozenset(frozen)
-    if comm.world_size == 1:
-        # There are no copies, but one rank's own boxes may overlap, or leave a gap, by a layout or a chunk list.
-        groups = _groups(shards, layouts, tied, not_trained)
-        _prove_cover(comm, shards, _cover_record(groups, frozenset(), frozenset()))
-        return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         groups = _groups(shards, layouts, tied, not_trained)
         # Of what lies on a mesh no bytes are needed to choose a writer: the mesh itself says who has copies.
