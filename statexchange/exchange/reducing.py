@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,9 @@ from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
-from statexchange.state.describe import Description, LocalTensor
-from statexchange.tensors import array_over, checked_dtype, from_bytes, own_bytes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from statexchange.state.describe import Description
+from statexchange.storage.regions import windows
+from statexchange.tensors import ITEMSIZE, TensorLike, array_over, checked_dtype, from_bytes
 
 __all__ = ["reduce_copies"]
 
@@ -29,68 +26,50 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
 
     `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have: by "max"
     the copies [1.0, 4.0] and [3.0, 2.0] become [3.0, 4.0]. The live state does not change. Memory: the size of this
-    rank's reduced boxes, and of a copy that this rank itself adds or sends if it lies on a GPU or is strided.
+    rank's reduced boxes.
     """
     tensors = dict(described.tensors)
     # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
     for reduction in reductions:
-        name, index = reduction.name, reduction.index
-        result: NDArray[np.uint8] | None = None
+        name, index, holder = reduction.name, reduction.index, reduction.holder
+        if comm.rank == holder:
+            live, local = local_box(described, name, index), tensors[name]
+            dtype = checked_dtype(live, name)  # that in memory, which a cast changes only in the output
+            # Only the rank that writes the box needs a copy of it: it reduces in place.
+            result = Staging().bytes_of(live, dtype, comm.progress)
+            for src, copy_index in reduction.copies:
+                at = 0
+                copy = _received(comm, live, dtype, src)
+                if src == comm.rank:
+                    copy = _parts(comm, local_box(described, name, copy_index), dtype)
+                for part in copy:
+                    target = array_over(result[at : at + part.nbytes], dtype, (-1,))
+                    reduce_into(reduction.op, target, array_over(part, dtype, (-1,)))
+                    at += part.nbytes
+            tensor = from_bytes(result, dtype, local.shard.boxes[index].shape, as_numpy=isinstance(live, np.ndarray))
+            # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
+            in_memory = (*local.tensors[:index], tensor, *local.tensors[index + 1 :])
+            tensors[name] = local._replace(tensors=in_memory, memory=())
+            continue
         for src, copy_index in reduction.copies:
-            if comm.rank == reduction.holder:
-                # Only the rank that writes the box needs a copy of it: it reduces in place.
-                if result is None:
-                    dtype = _dtype_of(tensors[name])
-                    result = Staging().bytes_of(local_box(described, name, index), dtype, comm.progress)
-                copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
-                _reduce(comm, reduction.op, _dtype_of(tensors[name]), result, copy, src)
-            elif comm.rank == src:
-                data = _bytes(comm, described, name, copy_index)
-                for part in _parts(comm, len(data)):
-                    comm.send(data[part], reduction.holder)
-        if result is not None:
-            tensors[name] = _with_bytes(tensors[name], index, result)
+            if src == comm.rank:
+                live = local_box(described, name, copy_index)
+                for part in _parts(comm, live, checked_dtype(live, name)):
+                    comm.send(np.frombuffer(part, np.uint8), holder)
     return replace(described, tensors=tensors)
 
 
-def _reduce(
-    comm: Communicator, op: str, dtype: str, result: NDArray[np.uint8], copy: NDArray[np.uint8] | None, src: int
-) -> None:
-    """Reduce a copy of the rank `src` into `result`; it is received in parts if this rank does not have it."""
-    for part in _parts(comm, len(result)):
-        if copy is None:
-            received = np.empty_like(result[part])
-            comm.recv(received, src)
-        else:
-            received = copy[part]
-        reduce_into(op, array_over(result[part], dtype, (-1,)), array_over(received, dtype, (-1,)))
-
-
-def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
-    """Yield slices of at most one message's bytes, and report progress after each."""
-    for at in range(0, nbytes, _MESSAGE_BYTES):
-        yield slice(at, at + _MESSAGE_BYTES)
+def _parts(comm: Communicator, tensor: TensorLike, dtype: str) -> Iterator[memoryview]:
+    """Yield the bytes of a copy of this rank, message by message."""
+    for _, part in Staging(_MESSAGE_BYTES).parts(tensor, dtype):
+        yield part
         comm.progress()
 
 
-def _bytes(comm: Communicator, described: Description, name: str, index: int) -> NDArray[np.uint8]:
-    """Return a box's bytes as an array, in the dtype that it has."""
-    tensor = local_box(described, name, index)
-    memory = own_bytes(tensor)
-    if memory is not None:
-        # Dense and on the host: no copy, as the caller only reads it.
-        return np.frombuffer(memory, np.uint8)
-    return Staging().bytes_of(tensor, _dtype_of(described.tensors[name]), comm.progress)
-
-
-def _dtype_of(local: LocalTensor) -> str:
-    """Return the dtype of a tensor in memory, which a cast changes only in the output."""
-    return checked_dtype(local.tensors[0], local.shard.name)
-
-
-def _with_bytes(local: LocalTensor, index: int, data: NDArray[np.uint8]) -> LocalTensor:
-    """Return `local` with other bytes for one of its boxes."""
-    # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
-    as_numpy = isinstance(local.tensors[index], np.ndarray)
-    tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
-    return local._replace(tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]), memory=())
+def _received(comm: Communicator, like: TensorLike, dtype: str, src: int) -> Iterator[memoryview]:
+    """Yield the bytes of a copy that another rank sends, of a tensor of the same shape."""
+    for window in windows(tuple(like.shape), ITEMSIZE[dtype], _MESSAGE_BYTES):
+        part = np.empty(window.numel * ITEMSIZE[dtype], np.uint8)
+        comm.recv(part, src)
+        yield part.data
+        comm.progress()
