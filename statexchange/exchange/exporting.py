@@ -131,7 +131,7 @@ class Written(NamedTuple):
     Attributes:
         receipts: those of this rank.
         nodes: the host that has written each file.
-        uploaded: on root the versions of the objects, by name; None for a directory.
+        uploaded: the versions of the objects, by name; None for a directory.
     """
 
     receipts: Receipts
