@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from statexchange.comm.communicator import Communicator
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Staging", "shard_data"]
+__all__ = ["MESSAGE_BYTES", "Staging", "received_parts", "shard_data"]
+
+MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
 
 
 class _Copied(NamedTuple):
@@ -161,6 +164,16 @@ def _new_buffer(nbytes: int, *, is_pinned: bool) -> NDArray[np.uint8]:
 
     # From pinned memory a GPU copies by itself, while the host goes on.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+
+
+def received_parts(comm: Communicator, shape: Sequence[int], dtype: str, src: int) -> Iterator[tuple[Box, memoryview]]:
+    """Yield the windows that another rank sends of a tensor, by `parts` in windows of `MESSAGE_BYTES`."""
+    itemsize = ITEMSIZE[dtype]
+    data = np.empty(min(MESSAGE_BYTES, math.prod(shape) * itemsize), np.uint8)
+    for window in windows(shape, itemsize, MESSAGE_BYTES):
+        part = data[: window.numel * itemsize]
+        comm.recv(part, src)
+        yield window, part.data
 
 
 def shard_data(tensors: Iterable[LocalTensor], staging: Staging) -> list[ShardData]:

@@ -27,14 +27,14 @@ from statexchange.exchange.exporting import ExportRequest, RootExport, Written
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.receipts import Receipts, pieces_with_receipts
 from statexchange.exchange.reducing import reduce_copies
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.staging import MESSAGE_BYTES, Staging, received_parts
 from statexchange.exchange.uploading import open_upload
 from statexchange.sharding.pieces import pieces_written_by
 from statexchange.sharding.shards import Box, begin_of_run
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
-from statexchange.storage.regions import to_global, windows, write_box
+from statexchange.storage.regions import to_global, write_box
 from statexchange.tensors import ITEMSIZE, run_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["write_files"]
 
 _SYNC_EVERY_BYTES = 256 << 20  # a rank shows no progress while it syncs: not all of its bytes at once
-_MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ class _Writing:
 
     @cached_property
     def _send_staging(self) -> Staging:
-        return Staging(_MESSAGE_BYTES)
+        return Staging(MESSAGE_BYTES)
 
     def _supply(self, item: _WriteItem, opened: _Files) -> None:
         """Write, send or only digest a box of this rank."""
@@ -260,12 +259,8 @@ class _Writing:
 
     def _receive(self, item: _WriteItem, opened: _Files) -> None:
         """Receive a box of another rank and write it."""
-        itemsize = ITEMSIZE[item.tensor.dtype]
-        data = np.empty(min(_MESSAGE_BYTES, item.nbytes), np.uint8)
-        for window in windows(item.box.shape, itemsize, _MESSAGE_BYTES):
-            part = data[: window.numel * itemsize]
-            self._comm.recv(part, item.src)
-            opened.write(item, to_global(window, item.box), part.data)
+        for window, part in received_parts(self._comm, item.box.shape, item.tensor.dtype, item.src):
+            opened.write(item, to_global(window, item.box), part)
             opened.report(len(part))
 
 
