@@ -145,7 +145,7 @@ class Draft:
         # key of the metadata for a tensor's name.
         checksums = None if marks is None else marks.checksums
         texts = metadata if checksums is None else checksums
-        self.headers = _headers_of(LongTuple([plan]), LongTuple(texts.items()), by_tensor=checksums is not None)
+        self.headers = _headers_of(LongTuple([plan]), tuple(texts.items()), by_tensor=checksums is not None)
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
@@ -355,7 +355,7 @@ class Publication:
 
 @functools.lru_cache(2)
 def _headers_of(
-    planned: LongTuple[Plan], metadata: LongTuple[tuple[str, str]], *, by_tensor: bool
+    planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...], *, by_tensor: bool
 ) -> Mapping[str, bytes]:
     """Return the header of each output file; raise UnsupportedError for a dtype that safetensors cannot store.
 
