@@ -67,6 +67,7 @@ __all__ = [
     "own_bytes",
     "replicated_part",
     "run_bytes",
+    "same_bytes",
     "same_memory",
     "torch_dtype",
     "unify_nans",
@@ -706,6 +707,15 @@ def run_bytes(tensor: TensorLike) -> memoryview:
     # A single element counts as contiguous whatever its stride. `as_strided` refuses a storage that was freed or shrunk
     # since the tensor was made, for which `numpy` would give other memory; and it makes a plain tensor of a subclass.
     return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
+
+
+def same_bytes(a: ByteMemory, b: ByteMemory) -> bool:
+    """Whether two buffers of one size have the same bytes. Not collective."""
+    import numpy as np
+
+    # By the largest words that fill the buffers, which are compared fastest: of 4 bytes if there are 12.
+    size = math.gcd(len(a), 8)
+    return not np.count_nonzero(np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}"))
 
 
 def overlap_groups(tensors: Iterable[TensorLike]) -> list[list[int]]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statexchange.exchange.staging import Staging
 from statexchange.formats.open_checkpoint import StoredTensor
 from statexchange.report.diff import TensorDiff
-from statexchange.report.value_statistics import ValueSums, same_bytes
+from statexchange.report.value_statistics import ValueSums
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.regions import to_global
-from statexchange.tensors import PACKED, array_over
+from statexchange.tensors import PACKED, array_over, same_bytes
 
 __all__ = ["Compared", "compared_rows", "joined"]
 
