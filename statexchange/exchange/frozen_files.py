@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import PeerError, StallError, StateExchangeError, TargetExistsError, without_secrets
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
@@ -38,7 +38,6 @@ from statexchange.storage.tensorfile import (
     rank_metadata,
     read_manifest,
 )
-from statexchange.tensors import collector_paused
 
 __all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
 
@@ -133,8 +132,7 @@ class FrozenFiles:
             if last is not None and last.shards == _shards_of(tensors):
                 # What was compared with other ranks has been read, and is not read again.
                 unread = [local for local in tensors if local.shard.name not in digests]
-                with collector_paused():
-                    digests = {**digests, **digests_of(shard_data(unread, Staging()), comm.progress)}
+                digests = {**digests, **digests_of(shard_data(unread), comm.progress)}
                 if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
                     file = self._linked(last, name, target, comm)
             files[key] = file or _written(name, key, tensors, digests, target, comm)
@@ -186,9 +184,8 @@ def _written(
     aliases = {alias: kept for alias, kept in target.aliases.items() if kept in shards_here}
     extra = {_KEY: key, "aliases": aliases}
     metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", extra)
-    with collector_paused():
-        shards = shard_data(tensors, Staging())
-    file = join_build(target.path, target.key, MANIFEST).write_tensors(name, shards, metadata, comm.progress)
+    member = join_build(target.path, target.key, MANIFEST)
+    file = member.write_tensors(name, shard_data(tensors), metadata, comm.progress)
     # Another rank may have left its copy to this one because of these digests (box_writers.py).
     file.content.check_unchanged(digests)
     identity: Sequence[str | int] = [file.content.nbytes, file.version]

@@ -12,7 +12,7 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, NotFoundError, UnsupportedError
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.messages import decode, encode
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.shared_memory import Arena
@@ -270,7 +270,7 @@ class _FileTransport:
         try:
             self._check_place()
             member = join_build(path, self._place.key, MANIFEST)
-            written = member.write_tensors(name, shard_data(whole, Staging()), file_metadata, comm.progress)
+            written = member.write_tensors(name, shard_data(whole), file_metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank) from None
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)

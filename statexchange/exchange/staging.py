@@ -24,6 +24,7 @@ from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     all_finite,
+    collector_paused,
     converted,
     count_overflows,
     from_bytes,
@@ -176,22 +177,24 @@ def received_parts(comm: Communicator, shape: Sequence[int], dtype: str, src: in
         yield window, part.data
 
 
-def shard_data(tensors: Iterable[LocalTensor], staging: Staging) -> list[ShardData]:
+def shard_data(tensors: Iterable[LocalTensor]) -> list[ShardData]:
     """Return the shards of live tensors with the bytes of their boxes.
 
-    Those that are no run in host memory are produced on request through `staging`.
+    Those that are no run in host memory are produced on request.
     """
+    staging = Staging()
     shards = []
-    for local in tensors:
-        runs = []
-        for memory in local.memory:
-            if memory.is_run:
-                runs.append(memory.tensor)
-        # Most tensors of a save lie on the host as the file has them, and need no staging.
-        if len(runs) == len(local.tensors):
-            shards.append(ShardData(local.shard, tuple(runs)))
-        else:
-            shards.append(ShardData(local.shard, functools.partial(_staged, local, staging)))
+    with collector_paused():  # tens of thousands of small objects, none of which is garbage
+        for local in tensors:
+            runs = []
+            for memory in local.memory:
+                if memory.is_run:
+                    runs.append(memory.tensor)
+            # Most tensors of a save lie on the host as the file has them, and need no staging.
+            if len(runs) == len(local.tensors):
+                shards.append(ShardData(local.shard, tuple(runs)))
+            else:
+                shards.append(ShardData(local.shard, functools.partial(_staged, local, staging)))
     return shards
 
 
