@@ -73,7 +73,7 @@ def _view(tensor: TensorLike, patch: Patch) -> TensorLike:
 
     For a patch whose dims are 1 and 0 of the tensor, it is a transposed part of it.
     """
-    index = [slice(begin, begin + 1) for begin in patch.begin]
+    index: list[int | slice] = [slice(begin, begin + 1) for begin in patch.begin]
     used = []
     for along in patch.dims:
         if along.dim is not None:

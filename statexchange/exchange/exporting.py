@@ -206,13 +206,15 @@ def _in_folder(plan: WritePlan, folder: str) -> WritePlan:
     return replace(plan, files=tuple(files))
 
 
+@functools.lru_cache(2)
 def _plan_of(
-    metadata: Sequence[RankMetadata], options: ExportOptions, *, is_untied: bool
+    metadata: LongTuple[RankMetadata], all_options: LongTuple[ExportOptions], *, is_untied: bool
 ) -> tuple[Plan, tuple[str, ...]]:
     """Prove the cover and plan the files; return the plan, and the notes on its tensors.
 
     Tensors of an `is_untied` model are written under all of their names.
     """
+    options = all_options[0]
     layout = options.new_layout()
     check_metadata(metadata, layout)
     by_rank = []
@@ -228,13 +230,6 @@ def _plan_of(
             reason = "include and exclude leave out every tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
     return plan, notes_on_tensors(by_rank, plan, options)
-
-
-@functools.lru_cache(2)
-def _last_plan_of(
-    metadata: LongTuple[RankMetadata], options: LongTuple[ExportOptions], *, is_untied: bool
-) -> tuple[Plan, tuple[str, ...]]:
-    return _plan_of(metadata, options[0], is_untied=is_untied)
 
 
 def _planned(
@@ -254,10 +249,8 @@ def _planned(
     # A function that renames may answer otherwise than at the last export. The rules of a layout are not compared, and
     # many different ranks would be kept for nothing.
     is_kept = not callable(options.rename) and options.layout is None and len(set(map(id, metadata))) <= _MOST_KEPT
-    if is_kept:
-        plan, notes = _last_plan_of(LongTuple(metadata), LongTuple([options]), is_untied=is_untied)
-    else:
-        plan, notes = _plan_of(metadata, options, is_untied=is_untied)
+    plan_of = _plan_of if is_kept else _plan_of.__wrapped__
+    plan, notes = plan_of(LongTuple(metadata), LongTuple([options]), is_untied=is_untied)
     extra_state: list[str] = []
     for rank_metadata in metadata:
         extra_state += rank_metadata.extra_state
