@@ -30,9 +30,9 @@ from statexchange.exchange.staging import MESSAGE_BYTES, Staging, received_parts
 from statexchange.exchange.uploading import open_upload
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.pieces import pieces_written_by
-from statexchange.sharding.shards import Box, begin_of_run
-from statexchange.sharding.write_plan import BoxReduction, WriteFile, WritePlan, WriteTensor, assign_hosts
-from statexchange.state.describe import Description
+from statexchange.sharding.shards import Box, Piece, begin_of_run
+from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage import files
 from statexchange.storage.regions import to_global, write_box
 from statexchange.tensors import ITEMSIZE, array_over, checked_dtype, from_bytes, run_bytes
@@ -126,7 +126,7 @@ def _write_boxes(
     call = request.call
     if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=call.stall_timeout_s):
-            described = _reduce_copies(comm, described, plan.reductions())
+            described = _reduce_copies(comm, described, plan)
     with comm.phase("writing", timeout_s=call.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()
@@ -141,44 +141,51 @@ def _write_boxes(
             return writing.run(opened)
 
 
-def _reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
+def _reduce_copies(comm: Communicator, described: Description, plan: WritePlan) -> Description:
     """Return the description with reduced values for the boxes that this rank writes. Collective.
 
-    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have: by "max"
-    the copies [1.0, 4.0] and [3.0, 2.0] become [3.0, 4.0]. The live state does not change. Memory: the size of this
-    rank's reduced boxes.
+    Copies are reduced in their order and in the dtype that they have: by "max" the copies [1.0, 4.0] and [3.0, 2.0]
+    become [3.0, 4.0]. The live state does not change. Memory: the size of this rank's reduced boxes.
     """
     tensors = dict(described.tensors)
     # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
-    for reduction in reductions:
-        name, index, holder = reduction.name, reduction.index, reduction.holder
-        if comm.rank == holder:
-            live, local = local_box(described, name, index), tensors[name]
-            dtype = checked_dtype(live, name)  # that in memory, which a cast changes only in the output
-            # Only the rank that writes the box needs a copy of it: it reduces in place.
-            result = Staging().bytes_of(live, dtype, comm.progress)
-            for src, copy_index in reduction.copies:
-                at = 0
-                copy = received_parts(comm, tuple(live.shape), dtype, src)
-                if src == comm.rank:
-                    copy = Staging(MESSAGE_BYTES).parts(local_box(described, name, copy_index), dtype)
-                for _, part in copy:
-                    target = array_over(result[at : at + part.nbytes], dtype, (-1,))
-                    reduce_into(reduction.op, target, array_over(part, dtype, (-1,)))
-                    at += part.nbytes
-                    comm.progress()
-            tensor = from_bytes(result, dtype, local.shard.boxes[index].shape, as_numpy=isinstance(live, np.ndarray))
-            # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
-            in_memory = (*local.tensors[:index], tensor, *local.tensors[index + 1 :])
-            tensors[name] = local._replace(tensors=in_memory, memory=())
+    for tensor in plan.tensors:
+        if tensor.reduce is None:
             continue
-        for src, copy_index in reduction.copies:
-            if src == comm.rank:
-                live = local_box(described, name, copy_index)
-                for _, part in Staging(MESSAGE_BYTES).parts(live, checked_dtype(live, name)):
-                    comm.send(np.frombuffer(part, np.uint8), holder)
-                    comm.progress()
+        name = tensor.source
+        for piece in tensor.pieces:
+            if comm.rank == piece.holder and piece.replicas:
+                tensors[name] = _reduced(comm, described, tensors[name], tensor.reduce, piece)
+                continue
+            for src, index in piece.replicas:
+                if src == comm.rank:
+                    live = local_box(described, name, index)
+                    for _, part in Staging(MESSAGE_BYTES).parts(live, checked_dtype(live, name)):
+                        comm.send(np.frombuffer(part, np.uint8), piece.holder)
+                        comm.progress()
     return replace(described, tensors=tensors)
+
+
+def _reduced(comm: Communicator, described: Description, local: LocalTensor, op: str, piece: Piece) -> LocalTensor:
+    """Return a tensor of this rank with one box reduced over its copies, which other ranks send."""
+    name, number = local.shard.name, piece.box_index
+    live = local_box(described, name, number)
+    dtype = checked_dtype(live, name)  # that in memory, which a cast changes only in the output
+    # Only the rank that writes the box needs a copy of it: it reduces in place.
+    result = Staging().bytes_of(live, dtype, comm.progress)
+    for src, index in piece.replicas:
+        at = 0
+        copy = received_parts(comm, tuple(live.shape), dtype, src)
+        if src == comm.rank:
+            copy = Staging(MESSAGE_BYTES).parts(local_box(described, name, index), dtype)
+        for _, part in copy:
+            target = array_over(result[at : at + part.nbytes], dtype, (-1,))
+            reduce_into(op, target, array_over(part, dtype, (-1,)))
+            at += part.nbytes
+            comm.progress()
+    tensor = from_bytes(result, dtype, local.shard.boxes[number].shape, as_numpy=isinstance(live, np.ndarray))
+    # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
+    return local._replace(tensors=(*local.tensors[:number], tensor, *local.tensors[number + 1 :]), memory=())
 
 
 class _Writing:
