@@ -10,7 +10,7 @@ import functools
 import gc
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_extra
 
@@ -43,6 +43,7 @@ __all__ = [
     "checked_dtype",
     "collector_paused",
     "converted",
+    "copied_into",
     "count_overflows",
     "element_shape",
     "elements",
@@ -66,6 +67,7 @@ __all__ = [
     "own_bytes",
     "replicated_part",
     "run_bytes",
+    "same_bytes",
     "same_memory",
     "torch_dtype",
     "unify_nans",
@@ -241,6 +243,22 @@ def from_bytes(data: ByteMemory, dtype: str, shape: tuple[int, ...], *, as_numpy
     if not array.size:
         return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
+
+
+def copied_into(data: Array, tensor: TensorLike, dtype: str, *, non_blocking: bool = False) -> TensorLike:
+    """Copy a tensor into `data`, the uint8 array of its size; return a tensor or array of its kind over that.
+
+    With `non_blocking` a copy from a GPU is complete once its stream is synchronised.
+    """
+    import numpy as np
+
+    if isinstance(tensor, np.ndarray):
+        array = array_over(data, dtype, tensor.shape)
+        array[...] = tensor
+        return array
+    copy = cast("torch.Tensor", from_bytes(data, dtype, tuple(tensor.shape)))
+    with without_grad():
+        return copy.copy_(tensor, non_blocking=non_blocking and tensor.is_cuda)
 
 
 # Casts between floating dtypes: files and replicas are compared by their bits, so numpy and torch must give the same
@@ -689,6 +707,15 @@ def run_bytes(tensor: TensorLike) -> memoryview:
     # A single element counts as contiguous whatever its stride. `as_strided` refuses a storage that was freed or shrunk
     # since the tensor was made, for which `numpy` would give other memory; and it makes a plain tensor of a subclass.
     return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
+
+
+def same_bytes(a: ByteMemory, b: ByteMemory) -> bool:
+    """Whether two buffers of one size have the same bytes. Not collective."""
+    import numpy as np
+
+    # By the largest words that fill the buffers, which are compared fastest: of 4 bytes if there are 12.
+    size = math.gcd(len(a), 8)
+    return not np.count_nonzero(np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}"))
 
 
 def overlap_groups(tensors: Iterable[TensorLike]) -> list[list[int]]:

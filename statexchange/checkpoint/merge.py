@@ -30,7 +30,7 @@ from statexchange.checkpoint.notes import (
     notes_on_tensors,
     notes_on_written,
 )
-from statexchange.checkpoint.publication import Provenance, Publication, check_publication
+from statexchange.checkpoint.publication import Draft, Provenance, Publication
 from statexchange.checkpoint.selection import Selection, open_selected, read_layout, select
 from statexchange.errors import (
     CorruptError,
@@ -275,16 +275,12 @@ class _Output:
     """The files to write.
 
     Attributes:
-        plan: the plan of the tensors.
-        extra: the small files.
-        metadata: the text metadata of the tensor files.
+        draft: their plan, and all that is known of them before they are written.
         compared: the files with which the tensors of a whole model are compared; None if a part is written.
         notes: what the user should know before anything is written.
     """
 
-    plan: Plan
-    extra: Mapping[str, bytes]
-    metadata: Mapping[str, str]
+    draft: Draft
     compared: Mapping[str, bytes] | None
     notes: tuple[str, ...]
 
@@ -296,21 +292,17 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         check_readable(opened, request.options)
         selected = select(opened, reductions, request.options)
         output = _plan(opened, selected, request)
-        call, target, plan, notes = request.call, request.path, output.plan, output.notes
-        extra, metadata = output.extra, output.metadata
+        call, target, plan, notes = request.call, request.path, output.draft.plan, output.notes
         reused: tuple[str, ...] = ()
         _check_apart(opened, target)
         if call.dry_run:
-            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=call.overwrite)
+            output.draft.check_target(target, overwrite=call.overwrite)
             if output.compared is not None:
                 notes += notes_on_model(plan, output.compared, {})  # digests are known only after the tensors are read
         else:
             with Publication(
                 target,
-                plan,
-                source=opened.kind,
-                extra=extra,
-                metadata=metadata,
+                output.draft,
                 overwrite=call.overwrite,
                 reuse=not request.is_copy,  # the digest of a copy's plan does not cover the files: it has no basis
                 resume=call.resume,
@@ -370,7 +362,7 @@ def _plan(opened: Source, selected: Selection, request: _Request) -> _Output:
     if request.has_model:
         notes += notes_on_names(plan, extra, is_converted=options.converts)
     compared = {**selected.compared_files, **extra} if request.is_whole_model else None
-    return _Output(plan, extra, metadata, compared, notes)
+    return _Output(Draft(plan, source=opened.kind, extra=extra, metadata=metadata), compared, notes)
 
 
 def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportOptions) -> dict[str, str]:

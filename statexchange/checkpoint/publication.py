@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT_METADATA",
+    "Draft",
     "Provenance",
     "Publication",
     "ReplaceableFiles",
     "VersionMarks",
-    "check_publication",
     "index_name",
     "listed_boxes",
     "sealed_manifest_text",
@@ -111,8 +111,15 @@ def _unlisted(store: Store, listed: Sequence[str], folder: str = "") -> Iterator
             yield path
 
 
-class _Draft:
+class Draft:
     """The content of a publication that is known before anything is written: file names, headers, small files.
+
+    Args:
+        plan: the output files and their tensors.
+        source: the format of the source, for the manifest.
+        extra: content of the extra files by name.
+        metadata: text metadata of the tensor files; by default only "format".
+        marks: what makes it a version of weights.
 
     Raises:
         UnsupportedError: safetensors cannot store a dtype.
@@ -121,14 +128,24 @@ class _Draft:
     """
 
     def __init__(
-        self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str], marks: VersionMarks | None = None
+        self,
+        plan: Plan,
+        *,
+        source: str,
+        extra: Mapping[str, bytes] = {},
+        metadata: Mapping[str, str] = FORMAT_METADATA,
+        marks: VersionMarks | None = None,
     ) -> None:
+        self.plan = plan
+        self.marks = marks
+        self._source = source
         # A version always has an index, also of one file: that is where readers of versions look for its number.
         index = index_name(plan) if marks is None else VERSION_INDEX
-        if marks is None or marks.checksums is None:
-            self.headers = _headers_of(LongTuple([plan]), tuple(metadata.items()))
-        else:
-            self.headers = _headers_of_delta(plan, marks.checksums)
+        # The files of a delta have the checksums of their tensors alone: other programs (formats/version.py) take each
+        # key of the metadata for a tensor's name.
+        checksums = None if marks is None else marks.checksums
+        texts = metadata if checksums is None else checksums
+        self.headers = _headers_of(LongTuple([plan]), tuple(texts.items()), by_tensor=checksums is not None)
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
@@ -145,6 +162,61 @@ class _Draft:
                 "fewer tensors at a time (include, exclude), or from fewer ranks"
             )
             raise UnsafeError(text)
+
+    def check_target(self, path: str | os.PathLike[str], *, overwrite: bool) -> None:
+        """Raise what a `Publication` of this would raise before it writes tensors, changing nothing.
+
+        Not collective. A quota or a store's permissions are not checked, because only a write reveals them.
+
+        Raises:
+            TargetExistsError, UnsafeError, NotFoundError, CorruptError, InvalidArgumentError, StorageError: as
+            `Publication`.
+        """
+        check_build(target_path(path), MANIFEST, check=ReplaceableFiles() if overwrite else None, nbytes=self.nbytes)
+
+    def manifest(self, provenance: Mapping[str, Provenance], sealed: SealedFile | None) -> bytes:
+        """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
+
+        Args:
+            provenance: the boxes of each tensor.
+            sealed: the file of the digests of boxes that are not listed.
+
+        Raises:
+            UnsafeError: the manifest would be larger than readers accept.
+
+        Example:
+            ::
+
+                {"schema": 1, ..., "tensors": {"w": {"file": "model.safetensors", "dtype": "F32", "shape": [4, 3],
+                  "source": "module.w", "boxes": [[[0, 0], [2, 3], "<digest>", 0], [[2, 0], [2, 3], "<digest>", 1]]}}}
+        """
+        tensors = {}
+        placements: list[object] = []
+        for file in self.plan.files:
+            for tensor in file.tensors:
+                record: dict[str, object] = {"file": file.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+                record["source"] = tensor.source
+                if tensor.name in self.placed.first:
+                    assert isinstance(tensor.pieces, SpecPieces)
+                    record["placed"] = placed_record(tensor.pieces, placements, self.placed.first[tensor.name])
+                else:
+                    record["boxes"] = listed_boxes(tensor, provenance[tensor.name])
+                tensors[tensor.name] = record
+        manifest = {
+            "schema": _SCHEMA,
+            "plan": self.plan.digest,
+            "source": self._source,
+            "digest": "xxh3-128",
+            "files": sorted(self.names),
+            "aliases": dict(self.plan.aliases),
+            "tensors": tensors,
+        }
+        # The schema is new only where an older version could not read the manifest.
+        if sealed is not None:
+            manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: {DIGESTS: sealed.to_json()}}
+        if self.marks is not None:
+            manifest |= self.marks.manifest
+        return _encoded(manifest)
 
 
 class _Placed(NamedTuple):
@@ -182,27 +254,6 @@ def _placed(planned: LongTuple[Plan], most_listed: int) -> _Placed:
     return _Placed(first, num_placed, num_boxes - num_placed)
 
 
-def check_publication(
-    path: str | os.PathLike[str],
-    plan: Plan,
-    *,
-    extra: Mapping[str, bytes] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Raise what a `Publication` with these arguments would raise before it writes tensors, changing nothing.
-
-    Not collective. A quota or a store's permissions are not checked, because only a write reveals them.
-
-    Raises:
-        TargetExistsError, UnsafeError, UnsupportedError, NotFoundError, CorruptError, InvalidArgumentError,
-        StorageError: as `Publication`.
-    """
-    draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
-    check = ReplaceableFiles() if overwrite else None
-    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes)
-
-
 class Publication:
     """One checkpoint that is being published to a path or URL.
 
@@ -213,20 +264,16 @@ class Publication:
 
     Args:
         path: the target.
-        plan: the output files and their tensors.
-        source: the format of the source, for the manifest.
-        extra: content of the extra files by name.
-        metadata: text metadata of the tensor files; by default only "format".
+        draft: its content.
         overwrite: replace a published checkpoint at the target.
         reuse: keep output files that an ended process had finished for the same plan (`Build.finished`). Only for a
             plan whose digest covers all that the output depends on.
         resume: assume that processes of other hosts that left files at the target have ended.
-        marks: what makes it a version of weights.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.
         UnsafeError: overwriting would remove files that the target's manifest does not list.
-        UnsupportedError: a dtype that safetensors cannot hold, or a URL that cannot be written.
+        UnsupportedError: a URL that cannot be written.
         CorruptError: the manifest of the target is broken.
         StorageError: the operating system refused a read or write.
         InvalidArgumentError: the target is not a path or URL for a checkpoint.
@@ -235,25 +282,18 @@ class Publication:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        plan: Plan,
+        draft: Draft,
         *,
-        source: str,
-        extra: Mapping[str, bytes] | None = None,
-        metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
         reuse: bool = False,
         resume: bool = False,
-        marks: VersionMarks | None = None,
     ) -> None:
-        self._plan = plan
-        self._source = source
-        self._marks = marks
-        self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA, marks)
+        self._draft = draft
         self.manifest_digest = ""
         self.build = open_build(
             target_path(path),
-            plan.digest,
-            [*self._draft.names, MANIFEST],
+            draft.plan.digest,
+            [*draft.names, MANIFEST],
             check=ReplaceableFiles() if overwrite else None,
             reuse=reuse,
             resume=resume,
@@ -280,15 +320,13 @@ class Publication:
         for name, data in self._draft.texts.items():
             self.build.put(name, data)
             written.append((name, len(data)))
-        placed = self._draft.placed
         sealed: SealedFile | None = None
-        if placed.first:
-            sealed = self._put_digests([provenance[name].digests for name in placed.first])
+        if self._draft.placed.first:
+            sealed = self._put_digests([provenance[name].digests for name in self._draft.placed.first])
             written.append((DIGESTS, sealed.nbytes))
-        marked = {} if self._marks is None else self._marks.manifest
-        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed, marked)
+        manifest = self._draft.manifest(provenance, sealed)
         # A delta names its base by this digest, so that it is not applied to another version of the same number.
-        if self._marks is not None:
+        if self._draft.marks is not None:
             self.manifest_digest = digest(manifest)
         self.build.commit(MANIFEST, manifest)
         return [*written, (MANIFEST, len(manifest))]
@@ -316,28 +354,22 @@ class Publication:
 
 
 @functools.lru_cache(2)
-def _headers_of(planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...]) -> Mapping[str, bytes]:
-    """Return the header of each output file; raise UnsupportedError for a dtype that safetensors cannot store."""
+def _headers_of(
+    planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...], *, by_tensor: bool
+) -> Mapping[str, bytes]:
+    """Return the header of each output file; raise UnsupportedError for a dtype that safetensors cannot store.
+
+    Each has all of the metadata, or `by_tensor` what has the names of its tensors.
+    """
     headers = {}
+    of_all = dict(metadata)
     for file in planned[0].files:
         tensors = []
         for tensor in file.tensors:
             if tensor.dtype == "C128":
                 raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
             tensors.append((tensor.name, tensor.dtype, tensor.shape))
-        headers[file.name] = encode_header(header_text(tensors, dict(metadata)))
-    return headers
-
-
-def _headers_of_delta(plan: Plan, checksums: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the header of each file of a delta, which has the checksums of its tensors alone as its metadata.
-
-    Other programs read these headers (formats/version.py), and take each key of the metadata for a tensor's name.
-    """
-    headers = {}
-    for file in plan.files:
-        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
-        texts = {tensor.name: checksums[tensor.name] for tensor in file.tensors}
+        texts = {tensor.name: of_all[tensor.name] for tensor in file.tensors} if by_tensor else of_all
         headers[file.name] = encode_header(header_text(tensors, texts))
     return headers
 
@@ -395,63 +427,6 @@ def index_text(plan: Plan, marks: VersionMarks | None = None) -> bytes:
         metadata["total_size"] = plan.nbytes
     record = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def manifest_text(
-    plan: Plan,
-    provenance: Mapping[str, Provenance],
-    names: Sequence[str],
-    source: str,
-    placed: _Placed,
-    digests_file: SealedFile | None,
-    marked: Mapping[str, Any],
-) -> bytes:
-    """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
-
-    Args:
-        plan: the plan.
-        provenance: the boxes of each tensor.
-        names: the names of all other files.
-        source: the format of the source.
-        placed: the tensors whose boxes are not listed.
-        digests_file: the file of their digests.
-        marked: further keys, or others instead of these.
-
-    Raises:
-        UnsafeError: the manifest would be larger than readers accept.
-
-    Example:
-        ::
-
-            {"schema": 1, ..., "tensors": {"w": {"file": "model.safetensors", "dtype": "F32", "shape": [4, 3],
-              "source": "module.w", "boxes": [[[0, 0], [2, 3], "<digest>", 0], [[2, 0], [2, 3], "<digest>", 1]]}}}
-    """
-    tensors = {}
-    placements: list[object] = []
-    for file in plan.files:
-        for tensor in file.tensors:
-            record: dict[str, object] = {"file": file.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
-            record["source"] = tensor.source
-            if tensor.name in placed.first:
-                assert isinstance(tensor.pieces, SpecPieces)
-                record["placed"] = placed_record(tensor.pieces, placements, placed.first[tensor.name])
-            else:
-                record["boxes"] = listed_boxes(tensor, provenance[tensor.name])
-            tensors[tensor.name] = record
-    manifest = {
-        "schema": _SCHEMA,
-        "plan": plan.digest,
-        "source": source,
-        "digest": "xxh3-128",
-        "files": sorted(names),
-        "aliases": dict(plan.aliases),
-        "tensors": tensors,
-    }
-    # The schema is new only where an older version could not read the manifest.
-    if digests_file is not None:
-        digests = {DIGESTS: digests_file.to_json()}
-        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: digests}
-    return _encoded({**manifest, **marked})
 
 
 def sealed_manifest_text(

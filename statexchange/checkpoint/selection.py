@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statexchange.checkpoint.extra_files import CallerFiles, read_caller_files, source_files
+from statexchange.errors import InvalidArgumentError
 from statexchange.formats import rank_files
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.sections import MODEL_OF_PARTS, no_section, select_section
-from statexchange.formats.source import Source
+from statexchange.formats.sections import MODEL_OF_PARTS, no_section, section_of, select_section
+from statexchange.formats.source import Section, Source
 from statexchange.sharding.options import ADAPTER_PATTERN, CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import is_adapter, note_on_wrappers, wrapper_rules
 from statexchange.sharding.rules import Layout
@@ -107,9 +108,7 @@ def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions
     caller_files = read_caller_files(options.files_from)
     source, converted = opened, None
     if options.converts:
-        from statexchange.checkpoint.converting import converted_selection  # late: most merges convert nothing
-
-        converted, notes = converted_selection(opened, options, caller_files.config(), is_copied=CONFIG in files)
+        converted, notes = _converted_selection(opened, options, caller_files.config(), is_copied=CONFIG in files)
         source, reductions = converted.source, converted.renamed_keys(reductions)
         left_options = replace(options, include=(), exclude=())  # they have been applied
     else:
@@ -129,6 +128,62 @@ def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions
     return Selection(
         source, left_options, reductions, caller_files, files, compared_files, converted, notes, file_notes
     )
+
+
+def _converted_selection(
+    source: Source,
+    options: ExportOptions,
+    config: bytes | None,
+    *,
+    is_copied: bool,
+) -> tuple[Converted, tuple[str, ...]]:
+    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too.
+
+    Args:
+        source: the source of the merge.
+        options: which of its tensors are selected, the conversion, and the numbers for it that the caller gives.
+        config: the config.json that the caller gives.
+        is_copied: whether without one the source's own is copied.
+
+    Raises:
+        InvalidArgumentError: there is no such conversion, or a number differs from that in the config.json that is
+            written beside the tensors.
+    """
+    # Late: most merges convert nothing.
+    from statexchange.conversions.numbers import Numbers
+    from statexchange.formats.converted import (
+        config_files_beside,
+        config_of,
+        configs_beside,
+        convert_source,
+        read_conversion,
+    )
+
+    conversion, numbers = read_conversion(options)
+    assert conversion is not None
+    names = source.tensor_names
+    options.check_include(names)
+    # Rules are for the model's own names: what is not selected need not have one, and wrappers' parts are no names.
+    wanted = frozenset(filter(options.wants, names))
+    selected = section_of(source, Section("model", "", wanted)).unwrapped()
+    written = []
+    if config is not None:
+        written = config_of(f"{CONFIG} of files_from", config)
+    configs = [*written, *configs_beside(source)]
+    if is_copied and not written:
+        written = config_files_beside(source)
+    # A caller's number is right where configs differ, but the model is loaded with the one that is written.
+    in_written = Numbers(conversion.numbers, configs=written)
+    for name, number in numbers.items():
+        for value, where in in_written.in_configs(name):
+            if value != number:
+                text = f"convert: {name} is {value} in {where} and {number} by convert_with (--convert-with)"
+                raise InvalidArgumentError(f"{text}: give the config of this model (files_from)")
+    converted = convert_source(selected, conversion, numbers, configs)
+    # The source's own notes come with the others of the report.
+    notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
+    notes += options.notes_on_rename(converted.source.tensor_names)
+    return converted, tuple(notes)
 
 
 def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:

@@ -18,10 +18,11 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.defaults import public_call
 from statexchange.errors import StateExchangeError, excerpt, needing_extra, without_secrets
 from statexchange.state.describe import Description
-from statexchange.tensors import TensorLike, same_memory
+from statexchange.tensors import TensorLike, copied_into, name_of_dtype, same_memory
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 __all__ = ["run_in_background", "wait_for_end"]
 
@@ -173,7 +174,8 @@ class _Background:
         copies: dict[object, TensorLike] = {}
         at = 0
         for key, tensor in unique.items():
-            copies[key] = _copied(tensor, memory[at:])
+            dtype, data = str(name_of_dtype(tensor.dtype)), memory[at : at + tensor.nbytes]
+            copies[key] = copied_into(data, tensor, dtype, non_blocking=True)
             at += _aligned_bytes(tensor)
         # Copies of all GPUs run side by side until here.
         _synchronize(unique.values())
@@ -184,7 +186,7 @@ class _Background:
             tensors[name] = local._replace(tensors=copied, memory=())
         return replace(described, tensors=tensors)
 
-    def _memory_of(self, nbytes: int) -> torch.Tensor:
+    def _memory_of(self, nbytes: int) -> NDArray[np.uint8]:
         with needing_extra("work in the background"):
             import torch
 
@@ -192,7 +194,7 @@ class _Background:
             self._memory = None  # frees the old memory before the new is allocated
             pinned = torch.cuda.is_available()
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._memory
+        return self._memory.numpy()
 
 
 _backgrounds: weakref.WeakKeyDictionary[Communicator, _Background] = weakref.WeakKeyDictionary()
@@ -206,21 +208,6 @@ def _key(tensor: TensorLike) -> object:
 def _aligned_bytes(tensor: TensorLike) -> int:
     """Return the bytes of a copy, rounded up to where the next copy may begin."""
     return -(-int(tensor.nbytes) // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _copied(tensor: TensorLike, memory: torch.Tensor) -> TensorLike:
-    """Copy `tensor` into host `memory`; a copy from a GPU is complete only after `_synchronize`."""
-    if isinstance(tensor, np.ndarray):
-        array = memory.numpy()[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
-        array[...] = tensor
-        return array
-    import torch
-
-    if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    with torch.no_grad():
-        return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def _synchronize(tensors: Iterable[TensorLike]) -> None:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, plan_merge, plan_writers
 from statexchange.sharding.shards import Box, LongTuple, Shard
@@ -147,16 +147,11 @@ def share_writing(
     shards = LongTuple([local.shard for local in tensors])
     layouts = LongTuple([local.layout for local in tensors])
     tied, not_trained = LongTuple(aliases.items()), frozenset(frozen)
-    if comm.world_size == 1:
-        # There are no copies, but one rank's own boxes may overlap, or leave a gap, by a layout or a chunk list.
-        groups = _groups(shards, layouts, tied, not_trained)
-        _prove_cover(comm, shards, _cover_record(groups, frozenset(), frozenset()))
-        return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         groups = _groups(shards, layouts, tied, not_trained)
         # Of what lies on a mesh no bytes are needed to choose a writer: the mesh itself says who has copies.
         plain = [local for local in tensors if _kind_of(local.shard, local.layout) in (_WHOLE, _PARTS)]
-        digests = digests_of(shard_data(plain, Staging()), comm.progress)
+        digests = digests_of(shard_data(plain), comm.progress)
         here = [group.digested(digests) for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
     members = _members(records)
@@ -179,7 +174,7 @@ def share_writing(
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
             # For declared_copies.py: the writer's digests come from its writing, and the others' from here.
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
-            digests |= digests_of(shard_data(copies, Staging()), comm.progress)
+            digests |= digests_of(shard_data(copies), comm.progress)
     return Shares(written, digests)
 
 

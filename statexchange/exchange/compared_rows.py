@@ -2,70 +2,56 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
 from statexchange.formats.open_checkpoint import StoredTensor
 from statexchange.report.diff import TensorDiff
-from statexchange.report.value_statistics import ValueSums, same_bytes
+from statexchange.report.value_statistics import ValueSums
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import LocalTensor
-from statexchange.tensors import PACKED, TensorLike, array_over
+from statexchange.storage.regions import to_global
+from statexchange.tensors import PACKED, array_over, same_bytes
 
-__all__ = ["Compared", "RowComparison", "joined"]
+__all__ = ["Compared", "compared_rows", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A rank's part of one live tensor: dtype, global shape, and the sums of each box that could be compared."""
+    """A rank's part of one live tensor: dtype, global shape, and the sums of each box that could be compared.
+
+    `nbytes` were read of the checkpoint for it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     boxes: Mapping[Box, ValueSums]
+    nbytes: int
 
 
-class RowComparison:
-    """One rank's share of a comparison. Not collective; it reports progress."""
-
-    def __init__(self, comm: Communicator, tolerance: float | None) -> None:
-        self._comm = comm
-        self._tolerance = tolerance
-        self._nbytes = 0
-
-    def compare(
-        self, live: Mapping[str, LocalTensor], stored: Mapping[str, StoredTensor]
-    ) -> tuple[dict[str, Compared], int]:
-        """Return this rank's part of the comparison, by name, and the bytes that it has read."""
-        compared = {}
-        for name, local in live.items():
-            shard, tensor = local.shard, stored.get(name)
-            boxes: dict[Box, ValueSums] = {}
-            if tensor is not None and tensor.shape == shard.global_shape:
-                for box, part in zip(shard.boxes, local.tensors, strict=True):
-                    boxes[box] = self._sums(box, part, shard.dtype, tensor)
-            compared[name] = Compared(shard.dtype, shard.global_shape, boxes)
-            self._comm.progress()
-        return compared, self._nbytes
-
-    def _sums(self, box: Box, tensor: TensorLike, dtype: str, stored: StoredTensor) -> ValueSums:
-        sums = ValueSums()
-        is_packed = bool({dtype, stored.dtype} & PACKED.keys())
-        if is_packed and dtype != stored.dtype:  # values of packed dtypes are not computed
-            return sums
-        for window, data in Staging().parts(tensor, dtype):
-            # The window in the whole tensor, of which the checkpoint may have other boxes.
-            whole = Box(tuple(map(operator.add, box.offsets, window.offsets)), window.shape)
-            read = stored.read(whole)
-            if is_packed:
-                sums.num_differing += not same_bytes(memoryview(data).cast("B"), read.reshape(-1).data)
-            else:
-                sums.add(whole, array_over(data, dtype, window.shape), read, self._tolerance)
-            self._nbytes += read.nbytes
-            self._comm.progress()
-        return sums
+def compared_rows(
+    local: LocalTensor, stored: StoredTensor | None, tolerance: float | None, progress: Callable[[], object]
+) -> Compared:
+    """Compare this rank's boxes of a tensor with a checkpoint; `progress` is called for each window. Not collective."""
+    shard, boxes, nbytes = local.shard, dict[Box, ValueSums](), 0
+    if stored is not None and stored.shape == shard.global_shape:
+        is_packed = bool({shard.dtype, stored.dtype} & PACKED.keys())
+        for box, tensor in zip(shard.boxes, local.tensors, strict=True):
+            boxes[box] = sums = ValueSums()
+            if is_packed and shard.dtype != stored.dtype:  # values of packed dtypes are not computed
+                continue
+            for window, data in Staging().parts(tensor, shard.dtype):
+                # The window in the whole tensor, of which the checkpoint may have other boxes.
+                whole = to_global(window, box)
+                read = stored.read(whole)
+                if is_packed:
+                    sums.num_differing += not same_bytes(memoryview(data).cast("B"), read.reshape(-1).data)
+                else:
+                    sums.add(whole, array_over(data, shard.dtype, window.shape), read, tolerance)
+                nbytes += read.nbytes
+                progress()
+    return Compared(shard.dtype, shard.global_shape, boxes, nbytes)
 
 
 def joined(

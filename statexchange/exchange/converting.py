@@ -73,22 +73,17 @@ def _view(tensor: TensorLike, patch: Patch) -> TensorLike:
 
     For a patch whose dims are 1 and 0 of the tensor, it is a transposed part of it.
     """
-    index: list[int | slice] = list(patch.begin)
+    index: list[int | slice] = [slice(begin, begin + 1) for begin in patch.begin]
     used = []
-    shape_index: list[slice | None] = []
     for along in patch.dims:
-        if along.dim is None:
-            # A dim of one element that the input does not have.
-            shape_index.append(None)
-            continue
-        first, last = patch.begin[along.dim] + along.indices[0], patch.begin[along.dim] + along.indices[-1]
-        step = along.indices[1] - along.indices[0] if last > first else 1
-        index[along.dim] = slice(first, last + 1, step)
-        used.append(along.dim)
-        shape_index.append(slice(None))
-    # With (...): else the result for an array without dims left is a number, and no view.
+        if along.dim is not None:
+            first, last = patch.begin[along.dim] + along.indices[0], patch.begin[along.dim] + along.indices[-1]
+            step = along.indices[1] - along.indices[0] if last > first else 1
+            index[along.dim] = slice(first, last + 1, step)
+            used.append(along.dim)
+    order = [*used, *(dim for dim in range(len(index)) if dim not in used)]
+    # With (...): else the result for an array without dims would be a number, and no view.
     part = tensor[(*index, ...)]
-    in_order = sorted(used)
-    order = [in_order.index(dim) for dim in used]
     part = part.transpose(order) if isinstance(part, np.ndarray) else part.permute(order)
-    return part[(*shape_index, ...)]
+    # Dims of one element come and go, which copies nothing.
+    return part.reshape(patch.box.shape)

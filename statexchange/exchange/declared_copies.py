@@ -43,11 +43,7 @@ def may_have_copies(local: LocalTensor, world_size: int) -> bool:
         return True
     if not _spans_all(local, world_size):
         return bool(local.layout.mesh) or local.shard.boxes != (full_box(local.shard.global_shape),)
-    placement = local.layout.placement
-    assert placement is not None
-    # Ranks along an axis that splits no dim have the same boxes.
-    axes = zip(placement.mesh_shape, placement.splits, strict=True)
-    return any(size > 1 and split is None for size, split in axes)
+    return bool(local.layout.copies)
 
 
 def _spans_all(local: LocalTensor, world_size: int) -> bool:

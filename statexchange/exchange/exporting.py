@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from statexchange.checkpoint.extra_files import CallerFiles, extra_files, read_caller_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import Provenance, Publication, VersionMarks
+from statexchange.checkpoint.publication import Draft, Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
@@ -131,7 +131,7 @@ class Written(NamedTuple):
     Attributes:
         receipts: those of this rank.
         nodes: the host that has written each file.
-        uploaded: on root the versions of the objects, by name; None for a directory.
+        uploaded: the versions of the objects, by name; None for a directory.
     """
 
     receipts: Receipts
@@ -206,13 +206,15 @@ def _in_folder(plan: WritePlan, folder: str) -> WritePlan:
     return replace(plan, files=tuple(files))
 
 
+@functools.lru_cache(2)
 def _plan_of(
-    metadata: Sequence[RankMetadata], options: ExportOptions, *, is_untied: bool
+    metadata: LongTuple[RankMetadata], all_options: LongTuple[ExportOptions], *, is_untied: bool
 ) -> tuple[Plan, tuple[str, ...]]:
     """Prove the cover and plan the files; return the plan, and the notes on its tensors.
 
     Tensors of an `is_untied` model are written under all of their names.
     """
+    options = all_options[0]
     layout = options.new_layout()
     check_metadata(metadata, layout)
     by_rank = []
@@ -228,13 +230,6 @@ def _plan_of(
             reason = "include and exclude leave out every tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
     return plan, notes_on_tensors(by_rank, plan, options)
-
-
-@functools.lru_cache(2)
-def _last_plan_of(
-    metadata: LongTuple[RankMetadata], options: LongTuple[ExportOptions], *, is_untied: bool
-) -> tuple[Plan, tuple[str, ...]]:
-    return _plan_of(metadata, options[0], is_untied=is_untied)
 
 
 def _planned(
@@ -254,10 +249,8 @@ def _planned(
     # A function that renames may answer otherwise than at the last export. The rules of a layout are not compared, and
     # many different ranks would be kept for nothing.
     is_kept = not callable(options.rename) and options.layout is None and len(set(map(id, metadata))) <= _MOST_KEPT
-    if is_kept:
-        plan, notes = _last_plan_of(LongTuple(metadata), LongTuple([options]), is_untied=is_untied)
-    else:
-        plan, notes = _plan_of(metadata, options, is_untied=is_untied)
+    plan_of = _plan_of if is_kept else _plan_of.__wrapped__
+    plan, notes = plan_of(LongTuple(metadata), LongTuple([options]), is_untied=is_untied)
     extra_state: list[str] = []
     for rank_metadata in metadata:
         extra_state += rank_metadata.extra_state
@@ -268,9 +261,8 @@ def _planned(
     if request.marks is not None and request.marks.checksums is not None:
         plan = _numbered_from_zero(plan)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
-    publication = Publication(
-        request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite, marks=request.marks
-    )
+    draft = Draft(plan, source="export", extra=extra, marks=request.marks)
+    publication = Publication(request.path, draft, overwrite=request.call.overwrite)
     building.enter_context(publication)
     for file in plan.files:
         publication.create(file)
@@ -316,7 +308,10 @@ def publish(
                     output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
-            notes = root.notes + _notes_on_written(root, provenance, request)
+            # Of a part of a model, its config says other things than of the whole.
+            is_part = not root.extra or request.options.include or request.options.exclude
+            layout = root.options.new_layout()
+            notes = root.notes + notes_on_written(root.plan, provenance, layout, None if is_part else root.extra)
             report = _report(root, small_files, notes, began, comm.world_size)
             _log.info("exported %s", report)
             for note in notes:
@@ -324,15 +319,6 @@ def publish(
     sent = from_root(comm, report, ExportReport | None, "the report")
     assert sent is not None
     return sent
-
-
-def _notes_on_written(
-    root: RootExport, provenance: Mapping[str, Provenance], request: ExportRequest
-) -> tuple[str, ...]:
-    """Return what there is to say of the written tensors, and of a whole model beside its config."""
-    # Of a part of a model, its config says other things than of the whole.
-    is_part = not root.extra or request.options.include or request.options.exclude
-    return notes_on_written(root.plan, provenance, root.options.new_layout(), None if is_part else root.extra)
 
 
 def _report(

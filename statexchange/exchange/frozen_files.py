@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import PeerError, StallError, StateExchangeError, TargetExistsError, without_secrets
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
@@ -38,7 +38,6 @@ from statexchange.storage.tensorfile import (
     rank_metadata,
     read_manifest,
 )
-from statexchange.tensors import collector_paused
 
 __all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
 
@@ -56,7 +55,6 @@ class FrozenFile:
         version: what an object store calls the version that this save has put; "" in a directory, and before a save.
         shards: its shards by name.
         digests: the digests of their boxes.
-        is_checked: whether this process wrote it, or has compared its bytes with its digests.
     """
 
     listed: SavedFile
@@ -64,7 +62,6 @@ class FrozenFile:
     version: str
     shards: Mapping[str, Shard]
     digests: Mapping[str, Sequence[str]]
-    is_checked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,7 @@ class FrozenFiles:
             if last is not None and last.shards == _shards_of(tensors):
                 # What was compared with other ranks has been read, and is not read again.
                 unread = [local for local in tensors if local.shard.name not in digests]
-                with collector_paused():
-                    digests = {**digests, **digests_of(shard_data(unread, Staging()), comm.progress)}
+                digests = {**digests, **digests_of(shard_data(unread), comm.progress)}
                 if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
                     file = self._linked(last, name, target, comm)
             files[key] = file or _written(name, key, tensors, digests, target, comm)
@@ -154,8 +150,6 @@ class FrozenFiles:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
         path = os.path.join(self._folder, last.listed.name)
         try:
-            if not last.is_checked:
-                _check(self._folder, last, comm)
             member = join_build(target.path, target.key, MANIFEST)
             version = member.link(name, path, last.identity, comm.progress)
         except (PeerError, StallError, TargetExistsError):  # this save is over: another rank has failed, or a
@@ -170,7 +164,7 @@ class FrozenFiles:
         if version:
             identity = [last.listed.nbytes, version]
         listed = replace(last.listed, name=name)
-        return replace(last, listed=listed, identity=identity, version=version, is_checked=True)
+        return replace(last, listed=listed, identity=identity, version=version)
 
 
 def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:
@@ -190,9 +184,8 @@ def _written(
     aliases = {alias: kept for alias, kept in target.aliases.items() if kept in shards_here}
     extra = {_KEY: key, "aliases": aliases}
     metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", extra)
-    with collector_paused():
-        shards = shard_data(tensors, Staging())
-    file = join_build(target.path, target.key, MANIFEST).write_tensors(name, shards, metadata, comm.progress)
+    member = join_build(target.path, target.key, MANIFEST)
+    file = member.write_tensors(name, shard_data(tensors), metadata, comm.progress)
     # Another rank may have left its copy to this one because of these digests (box_writers.py).
     file.content.check_unchanged(digests)
     identity: Sequence[str | int] = [file.content.nbytes, file.version]
@@ -214,23 +207,16 @@ def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
             for listed in manifest.frozen:
                 if listed.rank == comm.rank:
                     file = open_rank_file(opened.store, manifest, listed)
-                    digests = {}
-                    for name, byte_ranges in file.byte_ranges.items():
-                        digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
+                    digests: dict[str, list[str]] = {}
                     # This process has not seen the bytes that have these digests: they are read before a link.
+                    for name, tensor in ShardFile.of_rank(file).tensors.items():
+                        boxes = range(len(tensor.byte_ranges))
+                        digests[name] = [tensor.read_digest(box, comm.progress).hexdigest() for box in boxes]
                     key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
-                    files[key] = FrozenFile(listed, identity, "", file.shards, digests, is_checked=False)
+                    files[key] = FrozenFile(listed, identity, "", file.shards, digests)
+    except (PeerError, StallError):  # another rank has failed
+        raise
     except StateExchangeError as error:
         shown = without_secrets(folder)
-        _log.warning("files of frozen parameters of %s are not linked, but written again: %s", shown, error)
+        _log.warning("a file of frozen parameters of %s is not linked, but written again: %s", shown, error)
     return files
-
-
-def _check(folder: str, file: FrozenFile, comm: Communicator) -> None:
-    """Read a file of an earlier process and compare its bytes with its digests; raise CorruptError if they differ."""
-    with open_path(folder) as opened:
-        manifest = read_manifest(opened.store)
-        stored = ShardFile.of_rank(open_rank_file(opened.store, manifest, file.listed))
-        for tensor in stored.tensors.values():
-            for index in range(len(tensor.byte_ranges)):
-                tensor.read_digest(index, comm.progress)

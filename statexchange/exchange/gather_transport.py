@@ -12,7 +12,7 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, NotFoundError, UnsupportedError
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.messages import decode, encode
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.shared_memory import Arena
@@ -23,7 +23,7 @@ from statexchange.storage.location import OpenedPath, directory_of, is_remote, o
 from statexchange.storage.publish import clear_all, join_build, open_build
 from statexchange.storage.publish.build import NO_PLAN, Build
 from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, rank_file_names, rank_of_file
-from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
+from statexchange.tensors import ITEMSIZE, TensorLike, array_over, copied_into, from_bytes, memory_of, same_memory
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +169,8 @@ class _MemoryTransport:
         self._arena = self._comm.arenas.acquire(total)
         for entry in metadata:
             if entry.alias is None and entry.nbytes:
-                _copy_in(tensors[entry.name], entry, self._arena.view[entry.offset : entry.offset + entry.nbytes])
+                memory = np.frombuffer(self._arena.view, np.uint8, entry.nbytes, entry.offset)
+                copied_into(memory, tensors[entry.name], entry.dtype)
                 self._comm.progress()
         return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
 
@@ -214,18 +215,6 @@ class _MemoryTransport:
             viewed.update(note.views)
             owned.update(note.owned)
         arenas.recycle(viewed, owned)
-
-
-def _copy_in(tensor: TensorLike, entry: TensorMetadata, memory: memoryview) -> None:
-    """Copy a tensor's elements into `memory`, in C order."""
-    target = np.frombuffer(memory, dtype=np.uint8)
-    if isinstance(tensor, np.ndarray):
-        np.copyto(array_over(target, entry.dtype, entry.shape), tensor)
-        return
-    import torch
-
-    with torch.no_grad():
-        torch.from_numpy(target).view(torch_dtype(entry.dtype)).view(entry.shape).copy_(tensor)
 
 
 class _FileTransport:
@@ -281,7 +270,7 @@ class _FileTransport:
         try:
             self._check_place()
             member = join_build(path, self._place.key, MANIFEST)
-            written = member.write_tensors(name, shard_data(whole, Staging()), file_metadata, comm.progress)
+            written = member.write_tensors(name, shard_data(whole), file_metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank) from None
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
-from statexchange.comm.communicator import Communicator, from_root
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -18,9 +18,9 @@ from statexchange.errors import (
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import MemoryCopies
-from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags
+from statexchange.sharding.options import check_equal_options
 from statexchange.storage.memory_directory import is_in_copy
 
 __all__ = ["SaveLoader"]
@@ -49,7 +49,9 @@ class SaveLoader:
             check_flags(missing_ok=missing_ok)
         # Ranks that ask for different steps would each load a save that is whole, and of another time.
         asked = {"step": str(step), "missing_ok": str(missing_ok), "memory": str(self.memory is not None)}
-        compare_options(self.comm, asked, "what to load")
+        sent = from_all(self.comm, asked, dict[str, str], "what to load")
+        with self.comm.phase("comparing what to load"):
+            check_equal_options(sent)
         attempts_left = _ATTEMPTS
         while True:
             attempts_left -= 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statexchange import values
 from statexchange.comm import defaults
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StateExchangeError, excerpt
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.processes import process_age_s
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
@@ -96,7 +96,7 @@ class NFSWorkspace:
             self._round = workspace.next_round(run, rank)
         else:
             self._round += 1
-        shards = shard_data(describe(weights).tensors.values(), Staging())
+        shards = shard_data(describe(weights).tensors.values())
         written = workspace.write(
             shards,
             run=run,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import ReplacedError, UnsupportedError
 from statexchange.exchange.rank_metadata import RankMetadata, local_box
-from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.receipts import Receipts, pieces_with_receipts
 from statexchange.exchange.staging import Staging
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.pieces import RankPiece, pieces_of_rank
 from statexchange.sharding.plan import TensorPlan
 from statexchange.sharding.shards import Box, c_strides
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
@@ -37,7 +36,6 @@ __all__ = [
     "PublishedVersion",
     "checksum_of",
     "digest_of_state",
-    "planned_pieces",
     "published_boxes",
 ]
 
@@ -140,7 +138,10 @@ def published_boxes(
     """
     staging = Staging()
     boxes = []
-    for number, tensor, piece, receipt in planned_pieces(plan, comm.rank):
+    for receipt, (number, tensor, piece) in enumerate(pieces_with_receipts(plan, comm.rank)):
+        if tensor.reduce is not None:
+            text = "a version is not made of copies that are reduced: give a layout without reduce"
+            raise UnsupportedError(text, name=tensor.source)
         if not piece.is_written:
             continue
         live = local_box(described, tensor.source, piece.box_index)
@@ -150,17 +151,3 @@ def published_boxes(
             raise ReplacedError("this tensor was changed while it was published", name=tensor.source)
         boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
     return boxes
-
-
-def planned_pieces(plan: WritePlan, rank: int) -> Iterator[tuple[int, WriteTensor, RankPiece, int]]:
-    """Yield each piece that a rank writes or compares: its tensor's number, the tensor, the piece, its receipt."""
-    # As `_Writing` in writing.py counts them: a receipt for each piece that is written or compared, in this order.
-    receipt = 0
-    for number, tensor in enumerate(plan.tensors):
-        if tensor.reduce is not None:
-            text = "a version is not made of copies that are reduced: give a layout without reduce"
-            raise UnsupportedError(text, name=tensor.source)
-        for piece in pieces_of_rank(tensor.pieces, rank):
-            if piece.is_written or plan.compares:
-                yield number, tensor, piece, receipt
-                receipt += 1

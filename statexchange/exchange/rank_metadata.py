@@ -25,7 +25,6 @@ __all__ = [
     "agreed_names",
     "all_tensors",
     "check_metadata",
-    "compare_options",
     "decode_distinct",
     "gather_distinct",
     "local_box",
@@ -185,13 +184,6 @@ def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
     unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
     if unused:
         raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-
-
-def compare_options(comm: Communicator, options: dict[str, str], what: str) -> None:
-    """Raise InvalidArgumentError if an option differs between ranks. Collective."""
-    sent = from_all(comm, options, dict[str, str], what)
-    with comm.phase(f"comparing {what}"):
-        check_equal_options(sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,7 +327,7 @@ def differing_text(what: str, exclude: Sequence[str], holder: HolderLabel, other
 # What is read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class WantedBox:
     """A box of the source's tensor `name`, to be read into memory of dtype `dtype`.
 
@@ -408,17 +408,13 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator, *, in_job: boo
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
     messages: Messages = {}
     # All ranks send and receive in this order, so that no two of them wait for each other.
-    for wanted in sorted(needed_by, key=_order):
+    for wanted in sorted(needed_by):
         ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += wanted.box.numel
             messages[wanted] = _messages(reader, ranks, comm, reads_cache=in_job)
     return messages
-
-
-def _order(wanted: WantedBox) -> tuple[object, ...]:
-    return wanted.name, wanted.box.offsets, wanted.box.shape, wanted.dtype, wanted.content
 
 
 def _needed_on_host(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict[WantedBox, list[int]]:
@@ -437,7 +433,7 @@ def _needed_in_job(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict
     Ranks exchange a digest of what they need, and not the boxes: a job may have thousands of ranks.
     """
     large = [wanted for wanted in wanted_here if wanted.box.numel * ITEMSIZE[wanted.dtype] >= _LEAST_SENT_BYTES]
-    digest = xxh3_128_hexdigest(repr(sorted(map(_order, large))).encode())
+    digest = xxh3_128_hexdigest(repr(sorted(large)).encode())
     digests = from_all(comm, digest, str, "the digest of the boxes to read")
     ranks = [rank for rank, of_rank in enumerate(digests) if of_rank == digest]
     if len({comm.nodes[rank] for rank in ranks}) == 1:

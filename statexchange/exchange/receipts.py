@@ -19,15 +19,15 @@ from statexchange.comm.communicator import Communicator, to_root
 from statexchange.errors import MismatchError, ReplicaError
 from statexchange.formats.box_digests import DIGEST_BYTES
 from statexchange.messages import decode, encoded
-from statexchange.sharding.pieces import holders_of
+from statexchange.sharding.pieces import RankPiece, holders_of, pieces_of_rank
 from statexchange.sharding.plan import TensorPlan, replica_error
 from statexchange.sharding.rules import layout_advice
-from statexchange.sharding.write_plan import WritePlan
+from statexchange.sharding.write_plan import WritePlan, WriteTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Receipts", "compares_copies", "gather_provenance"]
+__all__ = ["Receipts", "gather_provenance", "pieces_with_receipts"]
 
 _ROUND_ROWS = 1 << 20  # digests that root has at a time: 16 MiB, and their ranks and counts in arrays
 
@@ -52,13 +52,26 @@ class Receipts:
         return b"".join(self.digests[first:last])
 
 
-def compares_copies(reduce: str | None, *, compares: bool) -> bool:
+def _compares_copies(reduce: str | None, *, compares: bool) -> bool:
     """Whether the copies of a tensor with this reduction are digested, in a plan that compares copies or does not.
 
     All ranks decide alike by this: receipts are assigned by their order alone.
     """
     # Copies that are reduced differ, and those of a rank that is chosen by name may.
     return compares and reduce is None
+
+
+def pieces_with_receipts(plan: WritePlan, rank: int) -> list[tuple[int, WriteTensor, RankPiece]]:
+    """Return the pieces that a rank writes or compares, in the order of its receipts, with the tensor and its number.
+
+    Not collective.
+    """
+    pieces = []
+    for number, tensor in enumerate(plan.tensors):
+        for piece in pieces_of_rank(tensor.pieces, rank):
+            if piece.is_written or _compares_copies(tensor.reduce, compares=plan.compares):
+                pieces.append((number, tensor, piece))
+    return pieces
 
 
 def gather_provenance(
@@ -125,7 +138,7 @@ def _assigned(
     """
     ranks_of, counts_of = [], []
     for number in numbers:
-        with_copies = compares_copies(tensors[number].reduce, compares=compares)
+        with_copies = _compares_copies(tensors[number].reduce, compares=compares)
         ranks_of_tensor, counts_of_tensor = holders_of(tensors[number].pieces, with_copies=with_copies)
         ranks_of.append(ranks_of_tensor)
         counts_of.append(counts_of_tensor)

@@ -28,7 +28,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, without_sec
 from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles, Target
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.exchange.staging import shard_data
 from statexchange.sharding.options import CallOptions, LoadOptions, check_equal_options
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.publish import join_build, open_build
@@ -43,7 +43,6 @@ from statexchange.storage.tensorfile import (
     rank_metadata,
     removable_files,
 )
-from statexchange.tensors import collector_paused
 from statexchange.units import format_bytes, format_shares, format_transfer
 
 __all__ = [
@@ -248,9 +247,7 @@ def write_rank_file(
     with comm.phase("saving", timeout_s=request.call.stall_timeout_s):
         extra = {"aliases": dict(saved.described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
-        # Tens of thousands of small objects, none of which is garbage.
-        with collector_paused():
-            shards = shard_data(shares.written, Staging())
+        shards = shard_data(shares.written)
         try:
             name = rank_file_names(comm.world_size)[comm.rank]
             member = join_build(request.path, start.key, MANIFEST)

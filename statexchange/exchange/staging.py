@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from statexchange.comm.communicator import Communicator
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
@@ -23,13 +24,13 @@ from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     all_finite,
+    collector_paused,
     converted,
     count_overflows,
+    from_bytes,
     name_of_dtype,
     num_overflows,
-    numpy_dtype,
     own_bytes,
-    torch_dtype,
     unify_nans,
 )
 
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Staging", "shard_data"]
+__all__ = ["MESSAGE_BYTES", "Staging", "received_parts", "shard_data"]
+
+MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
 
 
 class _Copied(NamedTuple):
@@ -68,7 +71,7 @@ class Staging:
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self.num_overflows = 0
         self._window_bytes = window_bytes
-        self._buffers: dict[tuple[int, str], Leaf] = {}
+        self._buffers: dict[tuple[int, bool], NDArray[np.uint8]] = {}
 
     def parts(self, tensor: TensorLike, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in C order, part by part; each is valid until the next is requested. Not collective.
@@ -145,44 +148,53 @@ class Staging:
 
     def _buffer(self, number: int, tensor: TensorLike, window: Box, dtype: str) -> tuple[TensorLike, memoryview]:
         """Return the buffer whose turn it is, as an array or tensor of the window's shape, and its bytes."""
-        nbytes = window.numel * ITEMSIZE[dtype]
-        if isinstance(tensor, np.ndarray):
-            memory = self._memory(number, "numpy", lambda: np.empty(self._window_bytes, np.uint8))[:nbytes]
-            return memory.view(numpy_dtype(dtype)).reshape(window.shape), memory.data
-        import torch
-
-        # From pinned memory a GPU copies by itself, while the host goes on.
-        kind, size = "pinned" if tensor.is_cuda else "torch", self._window_bytes
-        pinned = tensor.is_cuda
-        memory = self._memory(
-            number, kind, lambda: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        )[:nbytes]
-        return memory.view(torch_dtype(dtype)).view(window.shape), memory.numpy().data
-
-    def _memory(self, number: int, kind: str, make: Callable[[], TensorLike]) -> Leaf:
-        key = (number % 2, kind)
+        as_numpy = isinstance(tensor, np.ndarray)
+        is_cuda = not isinstance(tensor, np.ndarray) and tensor.is_cuda
+        key = number % 2, is_cuda
         # Pinning memory takes longer than copying a window, and most tensors of a load need no buffer.
         if key not in self._buffers:
-            self._buffers[key] = make()
-        return self._buffers[key]
+            self._buffers[key] = _new_buffer(self._window_bytes, is_pinned=is_cuda)
+        memory = self._buffers[key][: window.numel * ITEMSIZE[dtype]]
+        return from_bytes(memory, dtype, window.shape, as_numpy=as_numpy), memory.data
 
 
-def shard_data(tensors: Iterable[LocalTensor], staging: Staging) -> list[ShardData]:
+def _new_buffer(nbytes: int, *, is_pinned: bool) -> NDArray[np.uint8]:
+    if not is_pinned:
+        return np.empty(nbytes, np.uint8)
+    import torch
+
+    # From pinned memory a GPU copies by itself, while the host goes on.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+
+
+def received_parts(comm: Communicator, shape: Sequence[int], dtype: str, src: int) -> Iterator[tuple[Box, memoryview]]:
+    """Yield the windows that another rank sends of a tensor, by `parts` in windows of `MESSAGE_BYTES`."""
+    itemsize = ITEMSIZE[dtype]
+    data = np.empty(min(MESSAGE_BYTES, math.prod(shape) * itemsize), np.uint8)
+    for window in windows(shape, itemsize, MESSAGE_BYTES):
+        part = data[: window.numel * itemsize]
+        comm.recv(part, src)
+        yield window, part.data
+
+
+def shard_data(tensors: Iterable[LocalTensor]) -> list[ShardData]:
     """Return the shards of live tensors with the bytes of their boxes.
 
-    Those that are no run in host memory are produced on request through `staging`.
+    Those that are no run in host memory are produced on request.
     """
+    staging = Staging()
     shards = []
-    for local in tensors:
-        runs = []
-        for memory in local.memory:
-            if memory.is_run:
-                runs.append(memory.tensor)
-        # Most tensors of a save lie on the host as the file has them, and need no staging.
-        if len(runs) == len(local.tensors):
-            shards.append(ShardData(local.shard, tuple(runs)))
-        else:
-            shards.append(ShardData(local.shard, functools.partial(_staged, local, staging)))
+    with collector_paused():  # tens of thousands of small objects, none of which is garbage
+        for local in tensors:
+            runs = []
+            for memory in local.memory:
+                if memory.is_run:
+                    runs.append(memory.tensor)
+            # Most tensors of a save lie on the host as the file has them, and need no staging.
+            if len(runs) == len(local.tensors):
+                shards.append(ShardData(local.shard, tuple(runs)))
+            else:
+                shards.append(ShardData(local.shard, functools.partial(_staged, local, staging)))
     return shards
 
 

@@ -17,11 +17,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from statexchange.comm.communicator import Communicator, from_all, from_root, to_root
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.errors import IncompleteError, StorageError, UnsupportedError
 from statexchange.exchange.exporting import RootExport
 from statexchange.formats.model_files import MANIFEST
-from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions
 from statexchange.sharding.write_plan import WriteFile, WritePlan, assign_hosts
 from statexchange.storage import files
@@ -68,22 +67,20 @@ class Upload:
     scratch_files: Mapping[int, _Scratch]
 
     def run(self, comm: Communicator, call: CallOptions) -> dict[str, str]:
-        """Upload each file by one rank of the host that has written it; return on root their versions. Collective."""
+        """Upload each file by one rank of the host that has written it; return their versions. Collective."""
         versions: dict[str, str] = {}
         with comm.phase("uploading", timeout_s=call.stall_timeout_s):
             # Each rank of the host uploads every n-th of its files, so that all upload at once.
             turn = comm.nodes[: comm.rank].count(comm.node_rank)
             for number in list(self.scratch_files)[turn :: comm.nodes.count(comm.node_rank)]:
                 versions[self.names[number]] = self._put(number, comm.progress)
-        by_rank = to_root(comm, encoded(versions, dict[str, str]), "the uploaded files")
+        # Root commits what it knows the versions of: a file that nobody has uploaded must not be missing silently.
         versions_by_name: dict[str, str] = {}
-        with comm.phase("collecting what was uploaded"):
-            for rank, data in enumerate(by_rank):
-                versions_by_name |= decode(data, dict[str, str], "the uploaded files", rank)
-            # Root commits what it knows the versions of: a file that nobody has uploaded must not be missing silently.
-            if comm.rank == 0 and versions_by_name.keys() != set(self.names):
-                name = min(set(self.names) - versions_by_name.keys())
-                raise IncompleteError("no rank has uploaded this file", path=f"{self.target.url}/{name}")
+        for of_rank in from_all(comm, versions, dict[str, str], "the uploaded files"):
+            versions_by_name |= of_rank
+        if versions_by_name.keys() != set(self.names):
+            name = min(set(self.names) - versions_by_name.keys())
+            raise IncompleteError("no rank has uploaded this file", path=f"{self.target.url}/{name}")
         return versions_by_name
 
     def _put(self, number: int, progress: Callable[[], object]) -> str:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
-from statexchange.exchange.published import PublishedBox, checksum_of, planned_pieces
+from statexchange.exchange.published import PublishedBox, checksum_of
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.receipts import Receipts, pieces_with_receipts
 from statexchange.exchange.staging import Staging
 from statexchange.formats.version_frames import are_runs, compressor, decompressed
 from statexchange.sharding.pieces import boxes_of, holders_of
@@ -30,7 +29,7 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.regions import windows
-from statexchange.tensors import ITEMSIZE, memory_of
+from statexchange.tensors import ITEMSIZE, memory_of, same_bytes
 
 __all__ = ["Delta", "compressor", "difference", "sampled_share"]
 
@@ -169,12 +168,6 @@ class _ChangedBox(NamedTuple):
     sums: tuple[int, int]
 
 
-def _are_equal(new: NDArray[np.uint8], old: NDArray[np.uint8]) -> bool:
-    """Whether two arrays of bytes are equal, compared eight bytes at a time: measured 1.5 times as fast."""
-    end = len(new) - len(new) % 8
-    return np.array_equal(new[:end].view(np.uint64), old[:end].view(np.uint64)) and np.array_equal(new[end:], old[end:])
-
-
 class _Comparing:
     """This rank's comparison: the frames of the boxes that have changed, and the digests of all.
 
@@ -204,7 +197,7 @@ class _Comparing:
         self.receipts = Receipts()
         staging = Staging()
         in_order = iter(boxes)
-        for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
+        for number, tensor, piece in pieces_with_receipts(plan, comm.rank):
             live = local_box(described, tensor.source, piece.box_index)
             if piece.is_written:
                 published = next(in_order)
@@ -230,7 +223,7 @@ class _Comparing:
         for _, part in parts:
             new, old = np.frombuffer(part, np.uint8), published.data[at : at + len(part)]
             comm.progress()
-            if _are_equal(new, old):
+            if same_bytes(new, old):
                 frames.append(self._frame_of_zeros(len(part)))
             else:
                 # Only a box that has changed needs a new digest: from the first window that differs on.

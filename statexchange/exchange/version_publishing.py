@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes
+from statexchange.checkpoint.publication import Draft, Publication, VersionMarks, listed_boxes
 from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import converted_description, export_described
@@ -228,8 +228,8 @@ def _publish_empty(comm: Communicator, request: ExportRequest) -> str:
     manifest = ""
     with comm.phase("publishing"):
         if comm.rank == 0:
-            plan = Plan((), {}, digest(b""))
-            with Publication(request.path, plan, source="export", marks=request.marks) as publication:
+            draft = Draft(Plan((), {}, digest(b"")), source="export", marks=request.marks)
+            with Publication(request.path, draft) as publication:
                 publication.commit({})
                 manifest = publication.manifest_digest
     return manifest

@@ -14,7 +14,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -25,17 +25,17 @@ import xxhash
 from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.exporting import ExportRequest, RootExport, Written
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.receipts import Receipts, compares_copies
-from statexchange.exchange.reducing import reduce_copies
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.receipts import Receipts, pieces_with_receipts
+from statexchange.exchange.staging import MESSAGE_BYTES, Staging, received_parts
 from statexchange.exchange.uploading import open_upload
-from statexchange.sharding.pieces import pieces_of_rank, pieces_written_by
-from statexchange.sharding.shards import Box, begin_of_run
+from statexchange.formats.tensor_reader import reduce_into
+from statexchange.sharding.pieces import pieces_written_by
+from statexchange.sharding.shards import Box, Piece, begin_of_run
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
-from statexchange.state.describe import Description
+from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage import files
-from statexchange.storage.regions import to_global, windows, write_box
-from statexchange.tensors import ITEMSIZE, run_bytes
+from statexchange.storage.regions import to_global, write_box
+from statexchange.tensors import ITEMSIZE, array_over, checked_dtype, from_bytes, run_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["write_files"]
 
 _SYNC_EVERY_BYTES = 256 << 20  # a rank shows no progress while it syncs: not all of its bytes at once
-_MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
-_MAX_OPEN = 64  # files of one rank: an export may have thousands, and the limit of a process is often 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ def write_files(
     if "://" in plan.files[0].path:  # a URL: a local path is absolute, and has no empty part
         upload = open_upload(comm, plan, request.path, root, building)
         # The temporary files have their headers already.
-        receipts = _write_boxes(comm, described, upload.plan, upload.nodes, [], request)
+        receipts = _write_boxes(comm, described, upload.plan, upload.nodes, None, request)
         return Written(receipts, upload.nodes, upload.run(comm, request.call))
     nodes = [0] * len(plan.files)
     if any(comm.nodes):  # several hosts
@@ -100,8 +98,7 @@ def write_files(
         # it was absent.
         sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
         nodes = assign_hosts(plan, comm.nodes, sees)
-    headers = [] if root is None else root.headers
-    return Written(_write_boxes(comm, described, plan, nodes, headers, request), nodes, None)
+    return Written(_write_boxes(comm, described, plan, nodes, root, request), nodes, None)
 
 
 def _write_boxes(
@@ -109,7 +106,7 @@ def _write_boxes(
     described: Description,
     plan: WritePlan,
     nodes: Sequence[int],
-    headers: Sequence[bytes],
+    root: RootExport | None,
     request: ExportRequest,
 ) -> Receipts:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
@@ -119,7 +116,7 @@ def _write_boxes(
         described: this rank's tensors.
         plan: the plan, equal on all ranks.
         nodes: for each file the number of the host that writes it.
-        headers: on root the headers of all files, or none if the files have them; ignored elsewhere.
+        root: on root the export, which has the headers of all files; None if the files have them already.
         request: the arguments of the call. `on_progress` is called with the bytes that this rank has written or sent,
             and the total.
 
@@ -129,11 +126,12 @@ def _write_boxes(
     call = request.call
     if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=call.stall_timeout_s):
-            described = reduce_copies(comm, described, plan.reductions())
+            described = _reduce_copies(comm, described, plan)
     with comm.phase("writing", timeout_s=call.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()
         if writing.is_shared:
+            headers = [] if root is None else root.headers
             remote_headers = from_root(comm, headers, list[bytes], "the headers")
         with _Files(plan.files, comm, writing.total, call.on_progress) as opened:
             # Root writes those of its own host's files last, when it finishes them (exporting.py).
@@ -143,8 +141,51 @@ def _write_boxes(
             return writing.run(opened)
 
 
-def _place_in_plan(item: _WriteItem) -> tuple[int, int]:
-    return item.number, item.piece
+def _reduce_copies(comm: Communicator, described: Description, plan: WritePlan) -> Description:
+    """Return the description with reduced values for the boxes that this rank writes. Collective.
+
+    Copies are reduced in their order and in the dtype that they have: by "max" the copies [1.0, 4.0] and [3.0, 2.0]
+    become [3.0, 4.0]. The live state does not change. Memory: the size of this rank's reduced boxes.
+    """
+    tensors = dict(described.tensors)
+    # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
+    for tensor in plan.tensors:
+        if tensor.reduce is None:
+            continue
+        name = tensor.source
+        for piece in tensor.pieces:
+            if comm.rank == piece.holder and piece.replicas:
+                tensors[name] = _reduced(comm, described, tensors[name], tensor.reduce, piece)
+                continue
+            for src, index in piece.replicas:
+                if src == comm.rank:
+                    live = local_box(described, name, index)
+                    for _, part in Staging(MESSAGE_BYTES).parts(live, checked_dtype(live, name)):
+                        comm.send(np.frombuffer(part, np.uint8), piece.holder)
+                        comm.progress()
+    return replace(described, tensors=tensors)
+
+
+def _reduced(comm: Communicator, described: Description, local: LocalTensor, op: str, piece: Piece) -> LocalTensor:
+    """Return a tensor of this rank with one box reduced over its copies, which other ranks send."""
+    name, number = local.shard.name, piece.box_index
+    live = local_box(described, name, number)
+    dtype = checked_dtype(live, name)  # that in memory, which a cast changes only in the output
+    # Only the rank that writes the box needs a copy of it: it reduces in place.
+    result = Staging().bytes_of(live, dtype, comm.progress)
+    for src, index in piece.replicas:
+        at = 0
+        copy = received_parts(comm, tuple(live.shape), dtype, src)
+        if src == comm.rank:
+            copy = Staging(MESSAGE_BYTES).parts(local_box(described, name, index), dtype)
+        for _, part in copy:
+            target = array_over(result[at : at + part.nbytes], dtype, (-1,))
+            reduce_into(op, target, array_over(part, dtype, (-1,)))
+            at += part.nbytes
+            comm.progress()
+    tensor = from_bytes(result, dtype, local.shard.boxes[number].shape, as_numpy=isinstance(live, np.ndarray))
+    # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
+    return local._replace(tensors=(*local.tensors[:number], tensor, *local.tensors[number + 1 :]), memory=())
 
 
 class _Writing:
@@ -173,28 +214,24 @@ class _Writing:
         """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
         rank, node_here = self._comm.rank, self._comm.node_rank
         senders = self._senders()
-        self._receipts = Receipts()
+        pieces = pieces_with_receipts(plan, rank)
+        # Their places are taken now: boxes are written in another order than the plan's.
+        self._receipts = Receipts([b""] * len(pieces), [number for number, _, _ in pieces])
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
-        for number, tensor in enumerate(plan.tensors):
-            node = nodes[tensor.file]
-            for piece in pieces_of_rank(tensor.pieces, rank):
-                if not piece.is_written and not compares_copies(tensor.reduce, compares=plan.compares):
-                    continue
-                dst = -1
-                if piece.is_written:
-                    dst = rank if node == node_here else self._peer_of(rank, node)
-                # Its place among the receipts is taken now: boxes are written in another order than the plan's.
-                receipt = len(self._receipts.digests)
-                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
-                self._receipts.digests.append(b"")
-                self._receipts.tensor_numbers.append(number)
-                (local if dst in (rank, -1) else messages).append(item)
-            if senders is not None and node == node_here:
-                for index, box, src in pieces_written_by(tensor.pieces, senders):
-                    messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
+        for receipt, (number, tensor, piece) in enumerate(pieces):
+            node, dst = nodes[tensor.file], -1
+            if piece.is_written:
+                dst = rank if node == node_here else self._peer_of(rank, node)
+            item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
+            (local if dst in (rank, -1) else messages).append(item)
+        if senders is not None:
+            for number, tensor in enumerate(plan.tensors):
+                if nodes[tensor.file] == node_here:
+                    for index, box, src in pieces_written_by(tensor.pieces, senders):
+                        messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
         # Sends and receives in one order of all ranks: each rank waits only for an earlier message.
-        return local, sorted(messages, key=_place_in_plan)
+        return local, sorted(messages, key=attrgetter("number", "piece"))
 
     def _peer_of(self, rank: int, node: int) -> int:
         """Return the rank of another host that writes a rank's boxes: that with its local rank, modulo their number.
@@ -235,7 +272,7 @@ class _Writing:
 
     @cached_property
     def _send_staging(self) -> Staging:
-        return Staging(_MESSAGE_BYTES)
+        return Staging(MESSAGE_BYTES)
 
     def _supply(self, item: _WriteItem, opened: _Files) -> None:
         """Write, send or only digest a box of this rank."""
@@ -269,17 +306,16 @@ class _Writing:
 
     def _receive(self, item: _WriteItem, opened: _Files) -> None:
         """Receive a box of another rank and write it."""
-        itemsize = ITEMSIZE[item.tensor.dtype]
-        data = np.empty(min(_MESSAGE_BYTES, item.nbytes), np.uint8)
-        for window in windows(item.box.shape, itemsize, _MESSAGE_BYTES):
-            part = data[: window.numel * itemsize]
-            self._comm.recv(part, item.src)
-            opened.write(item, to_global(window, item.box), part.data)
+        for window, part in received_parts(self._comm, item.box.shape, item.tensor.dtype, item.src):
+            opened.write(item, to_global(window, item.box), part)
             opened.report(len(part))
 
 
 class _Files:
-    """The output files, open for writing in place, with progress and bounded dirty pages."""
+    """The output files, written in place, with progress and bounded dirty pages.
+
+    One is open at a time: boxes come in the order of the files, of which an export may have thousands.
+    """
 
     def __init__(
         self,
@@ -295,24 +331,22 @@ class _Files:
         self._dirty = 0
         self._unreported = 0
         self._on_progress = on_progress
-        self._fds: dict[int, int] = {}
+        self._number = self._fd = -1  # of the open file
 
     def __enter__(self) -> _Files:
         return self
 
     def write(self, item: _WriteItem, box: Box, data: memoryview) -> None:
         """Write a part of an item's box."""
-        tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file)
+        tensor, file, fd = item.tensor, self._files[item.tensor.file], self._open(item.tensor.file)
         write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
-            self._sync()
+            self._sync(file)
 
     def write_run(self, item: _WriteItem, begin: int, data: memoryview) -> bytes:
         """Write the bytes of a box that is one run from element `begin` of its tensor on; return their digest."""
-        tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file)
+        tensor, file, fd = item.tensor, self._files[item.tensor.file], self._open(item.tensor.file)
         in_file = tensor.begin + begin * ITEMSIZE[tensor.dtype]
         hasher = xxhash.xxh3_128()
         for at in range(0, len(data), files.WINDOW_BYTES):
@@ -322,14 +356,13 @@ class _Files:
             files.pwrite_all(fd, part, in_file + at, file.path)
             self._dirty += len(part)
             if self._dirty > _SYNC_EVERY_BYTES:
-                self._sync()
+                self._sync(file)
             self.count(len(part))
         return hasher.digest()
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""
-        file = self._files[number]
-        files.pwrite_all(self._fd(number, file), header, 0, file.path)
+        files.pwrite_all(self._open(number), header, 0, self._files[number].path)
 
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank has written or sent, and report progress."""
@@ -345,36 +378,30 @@ class _Files:
             self._unreported = 0
             self._comm.progress()
 
-    def _fd(self, number: int, file: WriteFile) -> int:
-        """Return the descriptor of a file; close the least recently used ones beyond a limit."""
-        fd = self._fds.pop(number, -1)  # and put back at the end: the first is the least recently used one
-        if fd < 0:
-            while len(self._fds) >= _MAX_OPEN:
-                self._close(next(iter(self._fds)))
-            fd = files.open_for_writing(file.path, file.link, file.identity)
-        self._fds[number] = fd
-        return fd
+    def _open(self, number: int) -> int:
+        """Return the descriptor of a file; close the one that was open before."""
+        if number != self._number:
+            if self._number >= 0:
+                self._close()
+            file = self._files[number]
+            self._fd = files.open_for_writing(file.path, file.link, file.identity)
+            self._number = number
+        return self._fd
 
-    def _close(self, number: int) -> None:
-        fd, file = self._fds.pop(number), self._files[number]
-        with files.closing(fd, file.path):
-            if not file.link:  # nobody reads a file without a name after a power cut
-                files.sync_file(fd, file.path)
+    def _close(self) -> None:
+        file, self._number = self._files[self._number], -1
+        with files.closing(self._fd, file.path):
+            self._sync(file)
 
-    def _sync(self) -> None:
-        # What is closed was synced then, so that these are all files with dirty pages of this rank.
-        for number, fd in self._fds.items():
-            if not self._files[number].link:
-                files.sync_file(fd, self._files[number].path)
+    def _sync(self, file: WriteFile) -> None:
+        if not file.link:  # nobody reads a file without a name after a power cut
+            files.sync_file(self._fd, file.path)
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        """Sync and close all files. The system may report a full disk only at the close."""
-        try:
-            while kind is None and self._fds:
-                self._close(next(iter(self._fds)))
-        finally:
-            for fd in self._fds.values():
-                with contextlib.suppress(OSError):  # the first failure counts
-                    os.close(fd)
-            self._fds.clear()
+        """Sync and close the open file. The system may report a full disk only at the close."""
+        if kind is None and self._number >= 0:
+            self._close()
+        elif self._number >= 0:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(self._fd)

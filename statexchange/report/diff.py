@@ -21,13 +21,13 @@ from statexchange.formats.converted import configs_beside, convert_source, read_
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
+from statexchange.report.value_statistics import ValueDiff, ValueSums
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_tensors
 from statexchange.sharding.shards import Box, Piece
 from statexchange.storage.store import ByteRange
-from statexchange.tensors import PACKED, array_over, element_shape
+from statexchange.tensors import PACKED, array_over, element_shape, same_bytes
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
     from statexchange.tensors import Array, ByteMemory
 
-__all__ = ["Bin", "ValueDiff", "ValueStatistics", "ValueSums", "read_slice", "read_statistics", "same_bytes"]
+__all__ = ["Bin", "ValueDiff", "ValueStatistics", "ValueSums", "read_slice", "read_statistics"]
 
 _BINS = 20  # the most bins of a histogram; if values differ, it has more than half as many
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
@@ -303,13 +303,6 @@ class ValueDiff:
     first: tuple[int, ...] | None
     num_nan_a: int
     num_nan_b: int
-
-
-def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Whether two buffers of one size have the same bytes. Not collective."""
-    # By the largest words that fill the buffers, which are compared fastest: of 4 bytes if there are 12.
-    size = math.gcd(len(a), 8)
-    return not np.count_nonzero(np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}"))
 
 
 @dataclass(slots=True)

@@ -396,7 +396,7 @@ def test_the_failure_of_another_rank_is_no_reason_to_write_a_file_again(
         raise PeerError(1, "saving", "its disk is full")
 
     save_adapters(str(tmp_path), 10)
-    monkeypatch.setattr("statexchange.exchange.frozen_files._check", fail)
+    monkeypatch.setattr("statexchange.formats.source.SourceTensor.read_digest", fail)
     with caplog.at_level(logging.WARNING, "statexchange"), pytest.raises(PeerError):
         sx.Checkpoints(tmp_path).save(adapter_of(20), 20)
     assert "written again" not in caplog.text

@@ -27,7 +27,7 @@ from disk_stores import import_s3, names_at, use_object_stores
 from storage_events import act_at, armed, in_child, in_new_namespace, outcome_of
 
 import statexchange as sx
-from statexchange.checkpoint.publication import Provenance, Publication
+from statexchange.checkpoint.publication import Draft, Provenance, Publication
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
@@ -53,7 +53,7 @@ def provenance_of(plan: Plan, value: int) -> dict[str, Provenance]:
 
 def begin(path: Any, value: int, **options: Any) -> Publication:
     config = json.dumps({"value": value}).encode()  # objects of the same bytes have the same version on S3
-    return Publication(path, plan_of(value), source="test", extra={"config.json": config}, **options)
+    return Publication(path, Draft(plan_of(value), source="test", extra={"config.json": config}), **options)
 
 
 def build(publication: Publication, value: int) -> None:

@@ -82,12 +82,12 @@ def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, work
 
 DIE_WHILE_PUBLISHING = """
 import os, sys
-from statexchange.checkpoint.publication import Publication
+from statexchange.checkpoint.publication import Draft, Publication
 from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 
 plan = plan_merge([RankShards(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
-opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
+opened = Publication(sys.argv[1], Draft(plan, source="test")).create(plan.files[0])
 opened.write(bytes(2 << 20), len(opened.header) + plan.files[0].tensors[0].begin)
 os._exit(0)
 """

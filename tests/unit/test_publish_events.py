@@ -23,7 +23,7 @@ from publishing import (
 from storage_events import act_at, armed, recording
 from sweeps import slow, steps
 
-from statexchange.checkpoint.publication import Provenance, Publication, index_name
+from statexchange.checkpoint.publication import Draft, Provenance, Publication, index_name
 from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.formats.registry import open_source
 from statexchange.sharding.options import ExportOptions
@@ -239,7 +239,7 @@ def test_a_manifest_that_readers_would_refuse_is_refused_before_a_byte_is_writte
     tensor = TensorPlan("w", "w", "U8", (4096,), 0, pieces)
     plan = Plan((FilePlan("model.safetensors", (tensor,)),), {}, "0" * 32)
     with pytest.raises(UnsafeError, match="4,505,600 boxes"):
-        Publication(tmp_path / "out", plan, source="export")
+        Publication(tmp_path / "out", Draft(plan, source="export"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -249,7 +249,7 @@ def test_what_is_published_of_thousands_of_ranks_is_read(tmp_path: Path) -> None
     specs = [ShardingSpec(f"w{rows}", "U8", (8192 * rows,), placement) for rows in range(1, 10)]
     plan = plan_merge([RankShards(rank, specs if rank == 0 else ()) for rank in range(8192)])
     zeros = {rows: bytes.fromhex(digest(bytes(rows))) for rows in range(1, 10)}
-    with Publication(tmp_path / "out", plan, source="export") as publication:
+    with Publication(tmp_path / "out", Draft(plan, source="export")) as publication:
         for file in plan.files:
             publication.create(file).finish()
         publication.commit({f"w{rows}": Provenance(range(8192), zeros[rows] * 8192) for rows in zeros})
@@ -268,7 +268,7 @@ def test_placements_that_readers_would_refuse_are_listed(tmp_path: Path) -> None
         {},
         "0" * 32,
     )
-    with Publication(tmp_path / "out", plan, source="export") as publication:
+    with Publication(tmp_path / "out", Draft(plan, source="export")) as publication:
         publication.create(plan.files[0]).finish()
         publication.commit({"w": Provenance(range(20000), bytes.fromhex(digest(b"0")) * 20000)})
     with open_source(str(tmp_path / "out")) as source:

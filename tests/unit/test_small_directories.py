@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 from safetensors.numpy import load_file, save_file
 
 import statexchange as sx
-from statexchange.checkpoint.publication import Publication
+from statexchange.checkpoint.publication import Draft, Publication
 from statexchange.errors import StateExchangeError, TargetExistsError, UnsafeError
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, plan_merge
@@ -161,14 +161,16 @@ def test_a_directory_with_a_file_that_the_manifest_does_not_list_is_not_replaced
 def test_nothing_is_left_of_a_publication_that_is_abandoned_or_killed(tmp_path: Path) -> None:
     shards = [Shard("a", "U8", (4,), (full_box((4,)),))]
     plan = plan_merge([RankShards(0, shards)], ExportOptions())
-    with Publication(tmp_path / "out", plan, source="test", extra={"1_Pooling/config.json": b"{}"}) as publication:
+    with Publication(
+        tmp_path / "out", Draft(plan, source="test", extra={"1_Pooling/config.json": b"{}"})
+    ) as publication:
         publication.create(plan.files[0]).finish()
         with pytest.raises(KeyError):  # there is no provenance: the small files are written by then
             publication.commit({})
         assert files_below(Path(publication.build.building_path)) >= {"1_Pooling/config.json"}
     assert os.listdir(tmp_path) == []
     if os.fork() == 0:
-        publication = Publication(tmp_path / "out", plan, source="test", extra={"1_Pooling/config.json": b"{}"})
+        publication = Publication(tmp_path / "out", Draft(plan, source="test", extra={"1_Pooling/config.json": b"{}"}))
         try:
             publication.commit({})
         finally:

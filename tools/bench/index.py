@@ -94,7 +94,7 @@ def state_of(
 def write_save(folder: str, num_tensors: int, world_size: int, written: list[int]) -> dict[str, float]:
     """Write the manifest of a save, and the files of some ranks; return what was measured."""
     from statexchange.exchange import save_index
-    from statexchange.exchange.staging import Staging, shard_data
+    from statexchange.exchange.staging import shard_data
     from statexchange.sharding.options import LoadOptions
     from statexchange.state.state_dict import describe_save
     from statexchange.storage.rank_writer import write_tensor_file
@@ -114,7 +114,7 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
         if rank in written:
             metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
             folder_fd = os.open(folder, os.O_RDONLY)
-            path, parts = f"{folder}/{names[rank]}", shard_data(held, Staging())
+            path, parts = f"{folder}/{names[rank]}", shard_data(held)
             sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata).nbytes
             os.close(folder_fd)
     messages = []
