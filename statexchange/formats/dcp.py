@@ -296,9 +296,8 @@ class _Reader:
             self.unreadable.append(UnreadableTensor(name, dtype, shape, self._store.path_of(file)))
         return EvenFiles.of(self.shard_files, even)
 
-    def _read_part(self, file: int, part: Part) -> SourceTensor:
+    def _read_part(self, shard_file: ShardFile, part: Part) -> SourceTensor:
         """Open a part of a tensor that is cut evenly."""
-        shard_file = self.shard_files[file]
         path = shard_file.path
         with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=part.name, path=path):
             # Here, not with the metadata: a job of 10,000 ranks has millions of parts, and a rank of a load reads few

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from statexchange.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
 from statexchange.formats.pickle_runs import RUN, Columns, joined
 from statexchange.formats.pickles import OpaqueObject, PickleValue
-from statexchange.formats.source import SourceTensor, is_flat_parameter
+from statexchange.formats.source import ShardFile, SourceTensor, is_flat_parameter
 from statexchange.formats.torch_archive import dtype_of
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import MAX_SIZE, Box, c_strides, shape_from_json, sizes_from_json
@@ -96,10 +97,6 @@ class _Grid(NamedTuple):
         return Placement(tuple(mesh), tuple(splits))
 
 
-def _numbers_of(names: Sequence[str | None]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(names) if name is not None}
-
-
 class _EvenTensor(NamedTuple):
     """A tensor that is cut evenly: its name in the metadata, its grid, and the number of the file of each cell."""
 
@@ -111,7 +108,7 @@ class _EvenTensor(NamedTuple):
 class DcpParts:
     """The parts of the tensors that are cut evenly, as `EvenParts`, once `number_files` has numbered the files.
 
-    `files` has the names of the files that have parts, with the numbers that they have in the columns.
+    `files` has the rows of each file that has parts, by its name.
     """
 
     specs: Mapping[str, ShardingSpec]
@@ -124,22 +121,24 @@ class DcpParts:
             order = np.argsort(places[1], kind="stable")
             places = [column[order] for column in places]
         self._numbers, of_files, self._cells, self._begins, self._lengths = places
-        self._bounds = np.searchsorted(of_files, np.arange(len(files) + 1)).tolist()
-        self.files = {file: at for at, file in enumerate(files) if self._bounds[at] < self._bounds[at + 1]}
-        self._columns_of: list[int] = []  # the number in the columns, by that of the file in the source
-        self._names: list[str | None] = [tensor.name for tensor in tensors]
-        self._number_of = _numbers_of(self._names)
+        bounds = np.searchsorted(of_files, np.arange(len(files) + 1)).tolist()
+        self.files: dict[str, slice] = {}
+        for file, (begin, end) in zip(files, pairwise(bounds), strict=True):
+            if begin < end:
+                self.files[file] = slice(begin, end)
+        self._file_names = files
+        self._number_of: dict[str, int] = {}  # of each tensor in `tensors`, by its name in the source
 
     def tensors_in(self, file: str) -> list[str]:
         """Return the names, in the metadata, of the tensors of which a file has a part."""
-        return [self.tensors[number].name for number in self._numbers[self._slice(self.files[file])].tolist()]
+        return [self.tensors[number].name for number in self._numbers[self.files[file]].tolist()]
 
     def check_places(self, file: str, listed: Sequence[tuple[str, int, int]], size: int) -> None:
         """Raise CorruptError if entries of a file of this size overlap or end outside of it.
 
         Those that have no row are given by name, begin and length.
         """
-        at = self._slice(self.files[file])
+        at = self.files[file]
         places = np.array([place for _, *place in listed], np.int64).reshape(len(listed), 2)
         begins = np.concatenate([self._begins[at], places[:, 0]])
         ends = begins + np.concatenate([self._lengths[at], places[:, 1]])
@@ -157,61 +156,47 @@ class DcpParts:
         raise TruncatedError("file is truncated", name=names[outside[0]], expected=end, found=size)
 
     def number_files(
-        self, files: Sequence[str], read: Callable[[int, Part], SourceTensor], version: list[str | int]
+        self, files: Sequence[str], read: Callable[[ShardFile, Part], SourceTensor], version: list[str | int]
     ) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Number the files as these names are; return name, dtype, shape and file of the tensors with parts elsewhere.
 
-        Those cannot be read. `read` opens a part, by the number of its file.
+        Those cannot be read. `read` opens a part.
         """
         self._read, self.version = read, version
-        # Files without such parts share an empty slice behind all others.
-        self._columns_of = [self.files.get(file, len(self._bounds) - 1) for file in files]
-        self._bounds.append(self._bounds[-1])  # of files without parts
-        numbers = np.full(len(self._bounds) - 1, -1, np.int64)
-        numbers[self._columns_of] = np.arange(len(files))
-        lost: dict[int, str] = {}
-        for file, column in self.files.items():
-            if numbers[column] < 0:
-                for number in self._numbers[self._slice(column)].tolist():
-                    lost.setdefault(number, file)
-        unreadable = []
+        numbers = {file: number for number, file in enumerate(files)}
         # One file of a tensor is enough to lose it: a spec says that every cell is there.
-        for number, file in lost.items():
-            name, grid, _ = self.tensors[number]
-            del self._number_of[name]
-            self._names[number] = None
-            unreadable.append((name, grid.dtype, grid.shape, file))
-        self.specs = self._specs(numbers)
+        lost: dict[str, str] = {}
+        for file in self.files:
+            if file not in numbers:
+                for name in self.tensors_in(file):
+                    lost.setdefault(name, file)
+        numbers_of_columns = np.array([numbers.get(file, -1) for file in self._file_names])
+        specs: dict[str, ShardingSpec] = {}
+        unreadable = []
+        meshes: dict[bytes, tuple[int, ...]] = {}  # most tensors lie on the same files
+        for number, (name, grid, of_cells) in enumerate(self.tensors):
+            if name in lost:
+                unreadable.append((name, grid.dtype, grid.shape, lost[name]))
+                continue
+            # One tuple for all of these: of each tensor it has as many numbers as there are ranks.
+            key = of_cells.tobytes()
+            if key not in meshes:
+                meshes[key] = tuple(numbers_of_columns[of_cells].tolist())
+            specs[name] = ShardingSpec(name, grid.dtype, grid.shape, grid.placement(), meshes[key])
+            self._number_of[name] = number
+        self.specs = specs
         return unreadable
 
-    def _specs(self, numbers: Ints) -> dict[str, ShardingSpec]:
-        specs = {}
-        meshes: dict[bytes, tuple[int, ...]] = {}  # most tensors lie on the same files
-        for tensor in self.tensors:
-            name, grid, files = tensor
-            if name in self._number_of:
-                # One tuple for all of these: of each tensor it has as many numbers as there are ranks.
-                key = files.tobytes()
-                if key not in meshes:
-                    meshes[key] = tuple(numbers[files].tolist())
-                specs[name] = ShardingSpec(name, grid.dtype, grid.shape, grid.placement(), meshes[key])
-        return specs
-
-    def _slice(self, column: int) -> slice:
-        return slice(self._bounds[column], self._bounds[column + 1])
-
-    def names_in(self, file: int) -> list[str]:
+    def names_in(self, file: ShardFile) -> list[str]:
         """Return the names of the tensors of which a file has a part."""
-        names = []
-        for number in self._numbers[self._slice(self._columns_of[file])].tolist():
-            name = self._names[number]
-            if name is not None:  # else it is left out, or lost
-                names.append(name)
-        return names
+        if file.name not in self.files:
+            return []
+        present = {*self._numbers[self.files[file.name]].tolist()}
+        return [name for name, number in self._number_of.items() if number in present]
 
-    def read(self, file: int, name: str) -> SourceTensor:
+    def read(self, file: ShardFile, name: str) -> SourceTensor:
         """Return the part that a file has of a tensor; raise KeyError if it has none."""
-        at = self._slice(self._columns_of[file])
+        at = self.files[file.name]
         # One at most: each cell of a tensor lies in a file of its own.
         rows = np.flatnonzero(self._numbers[at] == self._number_of[name])
         if not len(rows):
@@ -226,22 +211,18 @@ class DcpParts:
 
     def renamed(self, new_name: Callable[[str], str | None]) -> Self:
         """Return the parts with other names, and without those whose new name is None."""
-        # The columns are shared: they are not changed any more, and have millions of rows.
-        parts = copy.copy(self)
-        # None stays for a tensor that is left out: the columns have the numbers of all.
-        names = list(self._names)
-        for number, name in enumerate(self._names):
-            if name is not None:
-                names[number] = new_name(name)
-        vars(parts).update(_names=names, _number_of=_numbers_of(names))
         specs: dict[str, ShardingSpec] = {}
+        numbers: dict[str, int] = {}
         for name, spec in self.specs.items():
             new = new_name(name)
             if new in specs:
                 raise UnsafeError(f"{new!r} and another tensor would get one name", name=name)
             if new is not None:
                 specs[new] = replace(spec, name=new)
-        parts.specs = specs
+                numbers[new] = self._number_of[name]
+        # The columns are shared: they are not changed any more, and have millions of rows.
+        parts = copy.copy(self)
+        vars(parts).update(specs=specs, _number_of=numbers)
         return parts
 
 
