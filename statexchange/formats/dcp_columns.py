@@ -22,7 +22,7 @@ from statexchange.errors import CorruptError, TruncatedError, UnsafeError, Unsup
 from statexchange.formats.pickle_runs import RUN, Columns, joined
 from statexchange.formats.pickles import OpaqueObject, PickleValue
 from statexchange.formats.source import ShardFile, SourceTensor, is_flat_parameter
-from statexchange.formats.torch_archive import dtype_of
+from statexchange.formats.torch_archive import DcpEntry, dtype_of
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import MAX_SIZE, Box, c_strides, shape_from_json, sizes_from_json
 from statexchange.tensors import ITEMSIZE
@@ -33,18 +33,7 @@ if TYPE_CHECKING:
 
     Ints: TypeAlias = NDArray[Any]
 
-__all__ = ["DcpParts", "Part", "take_even_tensors"]
-
-
-class Part(NamedTuple):
-    """One part of a tensor: what the metadata says of it, and where its entry lies in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    begin: int
-    length: int
+__all__ = ["DcpParts", "take_even_tensors"]
 
 
 class _Grid(NamedTuple):
@@ -156,7 +145,7 @@ class DcpParts:
         raise TruncatedError("file is truncated", name=names[outside[0]], expected=end, found=size)
 
     def number_files(
-        self, files: Sequence[str], read: Callable[[ShardFile, Part], SourceTensor], version: list[str | int]
+        self, files: Sequence[str], read: Callable[[ShardFile, DcpEntry], SourceTensor], version: list[str | int]
     ) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Number the files as these names are; return name, dtype, shape and file of the tensors with parts elsewhere.
 
@@ -204,7 +193,8 @@ class DcpParts:
         row = at.start + int(rows[0])
         old_name, grid, _ = self.tensors[self._numbers[row]]
         place = int(self._begins[row]), int(self._lengths[row])
-        tensor = self._read(file, Part(old_name, grid.dtype, grid.shape, grid.box_of(int(self._cells[row])), *place))
+        box = grid.box_of(int(self._cells[row]))
+        tensor = self._read(file, DcpEntry(old_name, grid.dtype, grid.shape, box, *place))
         if name == old_name:
             return tensor
         return replace(tensor, shard=replace(tensor.shard, name=name))

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, contents, read_pickle
 from statexchange.formats.source import strides_of
-from statexchange.sharding.shards import sizes_from_json
+from statexchange.sharding.shards import Box, sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -25,6 +25,7 @@ from statexchange.values import SCALAR_TYPES
 
 __all__ = [
     "Archive",
+    "DcpEntry",
     "TensorArchives",
     "TensorView",
     "class_of",
@@ -213,6 +214,20 @@ class Archive:
                 f"member {excerpt(name)} has {nbytes} bytes, more than the limit of {limit}", path=self._path
             )
         return self._read(begin - self._begin, nbytes)
+
+
+class DcpEntry(NamedTuple):
+    """An entry of a file of a DCP: a part of a tensor as the metadata describes it, and where its archive lies.
+
+    `dtype` is "" and `box` without dims if it is no tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    begin: int
+    length: int
 
 
 class TensorArchives:
