@@ -563,9 +563,7 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        if isinstance(self.files, EvenFiles):
-            return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
-        return set().union(*map(attrgetter("tensors"), self.files))
+        return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
 
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:
