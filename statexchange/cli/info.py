@@ -11,7 +11,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
-from statexchange.formats.source import abbreviated_list, abbreviated_reasons
+from statexchange.formats.source import abbreviated_list, abbreviated_names, abbreviated_reasons
 from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
 
 if TYPE_CHECKING:
@@ -207,11 +207,8 @@ def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:
             of_section.append(name + refusal)
     fields = []
     for section, of_section in names.items():
-        text = ", ".join(of_section[:_MAX_NAMES])
         # A job of thousands of ranks has as many files.
-        if len(of_section) > _MAX_NAMES:
-            text += f" and {len(of_section) - _MAX_NAMES:,} more"
-        fields.append((section, text))
+        fields.append((section, abbreviated_names(of_section, _MAX_NAMES)))
     return fields
 
 

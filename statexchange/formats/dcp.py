@@ -34,6 +34,7 @@ from statexchange.formats.source import (
 )
 from statexchange.formats.torch_archive import (
     Archive,
+    DcpEntry,
     TensorArchives,
     describe,
     dtype_of,
@@ -51,7 +52,7 @@ from statexchange.units import format_number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statexchange.formats.dcp_columns import DcpParts, Part
+    from statexchange.formats.dcp_columns import DcpParts
 
 __all__ = ["METADATA", "matches", "read"]
 
@@ -73,16 +74,6 @@ class _Tensor:
     dtype: str
     shape: tuple[int, ...]
     chunks: dict[tuple[int, ...], Box]
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredEntry:
-    """One entry of a .distcp file; `offsets` is None if it is not a tensor."""
-
-    name: str
-    offsets: tuple[int, ...] | None
-    begin: int
-    length: int
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -143,7 +134,7 @@ class _Reader:
         self._tensors: dict[str, _Tensor] = {}
         self._archives = TensorArchives(self._budget)
         self._even: DcpParts | None = None
-        self.entries: dict[str, list[_StoredEntry]] = {}
+        self.entries: dict[str, list[DcpEntry]] = {}
         self.paths: dict[str, Path] = {}
         self.shard_files: list[ShardFile] = []
         self.others: dict[str, str] = {}
@@ -187,10 +178,7 @@ class _Reader:
             if type(name) is not str or (name not in self._tensors and name not in not_tensors):
                 text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
                 raise CorruptError(text, name=name if type(name) is str else None)
-            tensor = self._tensors.get(name)
-            entry = _stored(name, None if tensor is None else index.state.get("offset"), storage_info.state)
-            if tensor is not None and entry.offsets not in tensor.chunks:
-                raise CorruptError(f"part at {entry.offsets} is stored but not described in {METADATA}", name=name)
+            entry = _entry(name, self._tensors.get(name), index.state.get("offset"), storage_info.state)
             self.entries.setdefault(_file_name(storage_info.state, name), []).append(entry)
         self._check_stored(path)
 
@@ -216,12 +204,12 @@ class _Reader:
 
     def _check_stored(self, path: str) -> None:
         """Add a problem for each part that the metadata describes but that no file has."""
-        stored: set[tuple[str, tuple[int, ...] | None]] = set()
+        stored: set[tuple[str, Box]] = set()
         for entries in self.entries.values():
-            stored.update((entry.name, entry.offsets) for entry in entries)
+            stored.update((entry.name, entry.box) for entry in entries)
         for name, tensor in self._tensors.items():
-            for offsets, box in tensor.chunks.items():
-                if box.numel and (name, offsets) not in stored:
+            for box in tensor.chunks.values():
+                if box.numel and (name, box) not in stored:
                     text = f"region {box} is described in {METADATA} but stored in no file: the save did not finish"
                     self.problems.append(IncompleteError(text, name=name, path=path))
 
@@ -258,22 +246,21 @@ class _Reader:
                 self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
 
     def _read_entries(
-        self, file: StoredFile, header: Header | None, entries: Sequence[_StoredEntry], rank: int
+        self, file: StoredFile, header: Header | None, entries: Sequence[DcpEntry], rank: int
     ) -> dict[str, SourceTensor]:
         """Return the tensors of a file by name, and describe its other entries. `header` is that of safetensors."""
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
             with parsing("not what torch writes for a tensor", rank=rank, name=entry.name, path=file.path):
                 if header is not None:
-                    part = self._part_in_safetensors(file, header, entry, entry.name not in parts)
+                    byte_range = _range_in_safetensors(file, header, entry, entry.name not in parts)
                 # Its pickle may have any value, and `TensorArchives` reads those of tensors alone.
-                elif entry.offsets is None:
+                elif not entry.dtype:
                     self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, file.path)
                     continue
                 else:
-                    view, byte_range = self._archives.open(file, entry.begin, entry.length)
-                    part = self._part(entry, view.dtype, view.shape, byte_range)
-                parts.setdefault(entry.name, []).append(part)
+                    byte_range = self._range_in_archive(file, entry)
+                parts.setdefault(entry.name, []).append((entry.box, byte_range))
         tensors = {}
         for name, of_tensor in parts.items():
             boxes, byte_ranges = zip(*of_tensor, strict=True)
@@ -296,41 +283,20 @@ class _Reader:
             self.unreadable.append(UnreadableTensor(name, dtype, shape, self._store.path_of(file)))
         return EvenFiles.of(self.shard_files, even)
 
-    def _read_part(self, file: int, part: Part) -> SourceTensor:
+    def _read_part(self, shard_file: ShardFile, entry: DcpEntry) -> SourceTensor:
         """Open a part of a tensor that is cut evenly."""
-        shard_file = self.shard_files[file]
         path = shard_file.path
-        with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=part.name, path=path):
+        with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=entry.name, path=path):
             # Here, not with the metadata: a job of 10,000 ranks has millions of parts, and a rank of a load reads few
             # of them.
-            view, byte_range = self._archives.open(shard_file.file, part.begin, part.length)
-            _check_part(part.dtype, part.box, view.dtype, view.shape)
-            return SourceTensor(Shard(part.name, part.dtype, part.shape, (part.box,)), (byte_range,))
+            byte_range = self._range_in_archive(shard_file.file, entry)
+            return SourceTensor(Shard(entry.name, entry.dtype, entry.shape, (entry.box,)), (byte_range,))
 
-    def _part_in_safetensors(
-        self, file: StoredFile, header: Header, entry: _StoredEntry, is_first: bool
-    ) -> tuple[Box, ByteRange]:
-        """Return a part in a file that torch wrote with SerializationFormat.SAFETENSORS.
-
-        The metadata's offsets are all 0 for such a file: its header has the byte ranges.
-        """
-        if entry.offsets is None:
-            raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
-        # The header has one tensor of a name, so a second part of it on this rank has no bytes there.
-        if not is_first or entry.name not in header.entries:
-            raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
-        stored = header.entries[entry.name]
-        return self._part(entry, stored.dtype, stored.shape, ByteRange(file, stored.begin, stored.nbytes))
-
-    def _part(
-        self, entry: _StoredEntry, dtype: str, shape: tuple[int, ...], byte_range: ByteRange
-    ) -> tuple[Box, ByteRange]:
-        """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
-        tensor = self._tensors[entry.name]
-        assert entry.offsets is not None  # an entry that is not a tensor has no part
-        box = tensor.chunks[entry.offsets]
-        _check_part(tensor.dtype, box, dtype, shape)
-        return box, byte_range
+    def _range_in_archive(self, file: StoredFile, entry: DcpEntry) -> ByteRange:
+        """Return the byte range of a part in its archive."""
+        view, byte_range = self._archives.open(file, entry.begin, entry.length)
+        _check_part(entry, view.dtype, view.shape)
+        return byte_range
 
     def _add_other(self, name: str, archive: Archive, rank: int, path: str) -> None:
         """Describe an entry that is not a tensor, and keep it if it is a plain value.
@@ -358,11 +324,26 @@ class _Reader:
                 self.others[name] += ", with tensors in it"
 
 
-def _check_part(dtype: str, box: Box, stored_dtype: str, stored_shape: tuple[int, ...]) -> None:
+def _range_in_safetensors(file: StoredFile, header: Header, entry: DcpEntry, is_first: bool) -> ByteRange:
+    """Return the byte range of a part in a file that torch wrote with SerializationFormat.SAFETENSORS.
+
+    The metadata's offsets are all 0 for such a file: its header has the byte ranges.
+    """
+    if not entry.dtype:
+        raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
+    # The header has one tensor of a name, so a second part of it on this rank has no bytes there.
+    if not is_first or entry.name not in header.entries:
+        raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
+    stored = header.entries[entry.name]
+    _check_part(entry, stored.dtype, stored.shape)
+    return ByteRange(file, stored.begin, stored.nbytes)
+
+
+def _check_part(entry: DcpEntry, dtype: str, shape: tuple[int, ...]) -> None:
     """Raise CorruptError unless a part is stored with the dtype and the shape that the metadata says."""
     # The pickle of a part decides where its elements lie; the metadata decides where they go. If they disagree, one of
     # them would put wrong bytes in place.
-    for field, expected, stored in (("dtype", dtype, stored_dtype), ("shape", box.shape, stored_shape)):
+    for field, expected, stored in (("dtype", entry.dtype, dtype), ("shape", entry.box.shape, shape)):
         if expected != stored:
             raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=stored)
 
@@ -372,7 +353,7 @@ def _is_zip(file: StoredFile) -> bool:
     return _ZIP.startswith(file.first_bytes(len(_ZIP))) or file.size < _LEAST_SAFETENSORS
 
 
-def _check_apart(entries: list[_StoredEntry], rank: int, path: str) -> None:
+def _check_apart(entries: list[DcpEntry], rank: int, path: str) -> None:
     """Raise CorruptError if entries of a file overlap."""
     end = 0
     # torch appends one entry after another. If each begins where no earlier one reaches, comparing neighbours is
@@ -452,15 +433,22 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     return _Tensor(name, dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: PickleValue, storage_info: dict[str, PickleValue]) -> _StoredEntry:
+def _entry(name: str, tensor: _Tensor | None, offsets: PickleValue, storage_info: dict[str, PickleValue]) -> DcpEntry:
+    """Return an entry of a file: the part of a tensor at these offsets, or another value."""
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
         raise UnsupportedError(
             f"its bytes are transformed by {shown}: load it with torch, and save it without extensions",
             name=name,
         )
-    begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
-    return _StoredEntry(name, None if offsets is None else sizes_from_json(offsets), begin, length)
+    place = sizes_from_json((storage_info["offset"], storage_info["length"]))
+    if tensor is None:
+        return DcpEntry(name, "", (), Box((), ()), *place)
+    if offsets is not None:
+        offsets = sizes_from_json(offsets)
+    if offsets not in tensor.chunks:
+        raise CorruptError(f"part at {offsets} is stored but not described in {METADATA}", name=name)
+    return DcpEntry(name, tensor.dtype, tensor.shape, tensor.chunks[offsets], *place)
 
 
 def _file_name(storage_info: dict[str, PickleValue], name: str) -> str:

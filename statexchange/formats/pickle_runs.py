@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from statexchange.storage.store import Budget, StoredFile
 
-__all__ = ["RUN", "Columns", "IrregularPickleError", "padded", "read_long_pickle"]
+__all__ = ["RUN", "Columns", "IrregularPickleError", "joined", "read_long_pickle"]
 
 RUN = "run of records"
 _FRAME = b"\x95"
@@ -310,7 +310,7 @@ class _RunMachine(PickleMachine):
             return None
         form.penalty = 0
         form.window = min(nbytes + _PADDING, _LAST_WINDOW)  # the next run is often as long
-        return _joined(windows)
+        return joined(windows)
 
     def _take_window(self, form: _Form, windows: list[Columns]) -> tuple[int, bool]:
         """Read the records of one window into `windows`; return their bytes, and whether the window cuts the run."""
@@ -405,8 +405,8 @@ def _decoded(text: bytes) -> str:
         raise IrregularPickleError from None
 
 
-def _joined(windows: Sequence[Columns]) -> Columns:
-    """Return the columns of successive windows as one."""
+def joined(windows: Sequence[Columns]) -> Columns:
+    """Return the columns of successive windows or runs as one; several are emptied on the way."""
     first = windows[0]
     if len(windows) == 1:
         return first
@@ -419,11 +419,11 @@ def _joined(windows: Sequence[Columns]) -> Columns:
     for name in [*first.sizes]:
         of_windows = [window.sizes.pop(name) for window in windows]
         most = max(column.shape[1] for column in of_windows)
-        sizes[name] = np.concatenate([padded(column, most) for column in of_windows])
+        sizes[name] = np.concatenate([_padded(column, most) for column in of_windows])
     return Columns(numbers, sizes, dims, first.texts)
 
 
-def padded(sizes: NDArray[np.int64], num_dims: int) -> NDArray[np.int64]:
+def _padded(sizes: NDArray[np.int64], num_dims: int) -> NDArray[np.int64]:
     """Return rows of sizes, filled up with 0 to so many."""
     missing = num_dims - sizes.shape[1]
     return np.pad(sizes, ((0, 0), (0, missing))) if missing else sizes

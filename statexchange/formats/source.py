@@ -425,10 +425,10 @@ class EvenParts(Protocol):
     specs: Mapping[str, ShardingSpec]
     version: list[str | int]
 
-    def names_in(self, file: int) -> list[str]:
+    def names_in(self, file: ShardFile) -> list[str]:
         """Return the names of the tensors of which a file has a part."""
 
-    def read(self, file: int, name: str) -> SourceTensor:
+    def read(self, file: ShardFile, name: str) -> SourceTensor:
         """Open the part that a file has of a tensor; raise KeyError if it has none."""
 
     def renamed(self, new_name: Callable[[str], str | None]) -> Self:
@@ -436,27 +436,26 @@ class EvenParts(Protocol):
 
 
 class _FileTensors(Mapping[str, SourceTensor]):
-    """The tensors of one file: its parts of tensors that are cut evenly, opened at each look, and the `others`."""
+    """The tensors of one file: its parts of tensors that are cut evenly, opened at each look, and its others."""
 
-    def __init__(self, others: Mapping[str, SourceTensor], parts: EvenParts, file: int) -> None:
-        self._others = others
-        self._parts = parts
+    def __init__(self, file: ShardFile, parts: EvenParts) -> None:
         self._file = file
+        self._parts = parts
 
     def __getitem__(self, name: str) -> SourceTensor:
-        if name in self._others:
-            return self._others[name]
+        if name in self._file.tensors:
+            return self._file.tensors[name]
         return self._parts.read(self._file, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._others or (name in self._parts.specs and name in self._parts.names_in(self._file))
+        return name in self._file.tensors or (name in self._parts.specs and name in self._parts.names_in(self._file))
 
     def __iter__(self) -> Iterator[str]:
         yield from self._parts.names_in(self._file)
-        yield from self._others
+        yield from self._file.tensors
 
     def __len__(self) -> int:
-        return len(self._others) + len(self._parts.names_in(self._file))
+        return len(self._file.tensors) + len(self._parts.names_in(self._file))
 
 
 class EvenFiles(tuple[ShardFile, ...]):
@@ -467,7 +466,7 @@ class EvenFiles(tuple[ShardFile, ...]):
 
     Attributes:
         without_parts: the files with their other tensors.
-        parts: the parts, by the numbers of the files.
+        parts: the parts.
     """
 
     without_parts: Sequence[ShardFile]
@@ -477,12 +476,12 @@ class EvenFiles(tuple[ShardFile, ...]):
     def of(cls, files: Sequence[ShardFile], parts: EvenParts) -> EvenFiles:
         """Return files with the parts; raise UnsafeError if one has another tensor of the name of such a tensor."""
         with_parts = []
-        for number, shard_file in enumerate(files):
+        for shard_file in files:
             # As after a rename: the view would show one of them only.
             for name in shard_file.tensors.keys() & parts.specs.keys():
                 raise UnsafeError("two tensors would get this name", name=name, path=shard_file.path)
             # A view: the parts of a file are looked up in columns, not copied into a dict.
-            with_parts.append(replace(shard_file, tensors=_FileTensors(shard_file.tensors, parts, number)))
+            with_parts.append(replace(shard_file, tensors=_FileTensors(shard_file, parts)))
         even_files = cls(with_parts)
         even_files.without_parts, even_files.parts = files, parts
         return even_files
@@ -564,9 +563,7 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        if isinstance(self.files, EvenFiles):
-            return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
-        return set().union(*map(attrgetter("tensors"), self.files))
+        return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
 
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, PickleValue, contents, read_pickle
 from statexchange.formats.source import strides_of
-from statexchange.sharding.shards import sizes_from_json
+from statexchange.sharding.shards import Box, sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -25,6 +25,7 @@ from statexchange.values import SCALAR_TYPES
 
 __all__ = [
     "Archive",
+    "DcpEntry",
     "TensorArchives",
     "TensorView",
     "class_of",
@@ -67,10 +68,8 @@ _MAX_WRAPPERS = 16
 _MAX_KEY = 255
 
 
-_End: TypeAlias = tuple[int, bytes]  # bytes at an end of an archive, and their offset in it
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 _Fields: TypeAlias = Callable[[bytes], tuple[bytes, ...]]
-_Key: TypeAlias = tuple[tuple[bytes, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +95,14 @@ class TensorView:
 class Archive:
     """A zip archive in `length` bytes of an open file, from `begin` on."""
 
-    def __init__(
-        self, file: StoredFile, begin: int = 0, length: int | None = None, ends: Sequence[_End] | None = None
-    ) -> None:
+    def __init__(self, file: StoredFile, begin: int = 0, length: int | None = None, ends: bytes | None = None) -> None:
         """Read the directory; `ends` is what `_ends_of` returns, if the caller has read it."""
         path = file.path
         self._length = file.size - begin if length is None else length
         self._file = file
         self._path = path
         self._begin = begin
-        self._blocks = _ends_of(file, begin, self._length) if ends is None else ends
+        self._ends = _ends_of(file, begin, self._length) if ends is None else ends
         self.ranges: set[tuple[int, int]] = set()  # (first byte, end) of what was looked at, without the checksums
         self._entries = self._directory()
         roots = [name for name in self._entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") == 1]
@@ -144,9 +141,9 @@ class Archive:
         self.ranges.add((at, at + nbytes))
         # Most of what is read lies in the two ends that were read at once: on an object store each further read is a
         # request.
-        for begin, block in self._blocks:
-            if begin <= at and at + nbytes <= begin + len(block):
-                return block[at - begin : at - begin + nbytes]
+        in_ends = _slice_of(at, at + nbytes, self._length)
+        if in_ends is not None:
+            return self._ends[in_ends]
         data = bytearray(nbytes)
         self._file.read_into(memoryview(data), self._begin + at)
         return bytes(data)
@@ -219,6 +216,20 @@ class Archive:
         return self._read(begin - self._begin, nbytes)
 
 
+class DcpEntry(NamedTuple):
+    """An entry of a file of a DCP: a part of a tensor as the metadata describes it, and where its archive lies.
+
+    `dtype` is "" and `box` without dims if it is no tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    begin: int
+    length: int
+
+
 class TensorArchives:
     """Opens archives of one tensor each, as the files of a DCP directory have them for each part of a tensor.
 
@@ -230,7 +241,7 @@ class TensorArchives:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         # By length, and by the ranges that were looked at: what gets the bytes there, and the results by these bytes.
-        self._kinds: dict[int, dict[_Ranges, tuple[list[_Fields], dict[_Key, _Parsed]]]] = {}
+        self._kinds: dict[int, dict[_Ranges, tuple[_Fields, dict[tuple[bytes, ...], _Parsed]]]] = {}
         self._num_kept = 0
 
     def open(self, file: StoredFile, begin: int, length: int) -> tuple[TensorView, ByteRange]:
@@ -244,7 +255,7 @@ class TensorArchives:
         kinds = self._kinds.get(length, {})
         # A copy, as other threads add kinds meanwhile.
         for fields, results in [*kinds.values()]:
-            parsed = results.get(_bytes_at(fields, ends))
+            parsed = results.get(fields(ends))
             if parsed is not None:
                 return parsed.view, ByteRange(file, begin + parsed.begin, parsed.view.nbytes, strides=parsed.strides)
         archive = Archive(file, begin, length, ends)
@@ -255,21 +266,22 @@ class TensorArchives:
         self._keep(archive, ends, _Parsed(view, stored.begin - begin, stored.strides), length)
         return view, stored
 
-    def _keep(self, archive: Archive, ends: Sequence[_End], parsed: _Parsed, length: int) -> None:
+    def _keep(self, archive: Archive, ends: bytes, parsed: _Parsed, length: int) -> None:
         """Keep the result of an archive for others alike; of many different ones the earlier are dropped."""
         ranges = tuple(sorted(archive.ranges))
-        fields = _fields_of(ranges, ends)
+        slices = [_slice_of(*looked_at, length) for looked_at in ranges]
         # What was looked at lies between the ends, as in an archive of many members: then only a parse shows what it
         # is.
-        if fields is None:
+        if None in slices:
             return
+        fields = itemgetter(slice(0), *slices)  # of one slice it would return no tuple
         if self._num_kept == _MAX_KEPT:
             self._kinds, self._num_kept = {}, 0
         kinds = self._kinds.setdefault(length, {})
         if len(kinds) == _MAX_KINDS and ranges not in kinds:  # each is compared
             kinds.clear()
         _, results = kinds.setdefault(ranges, (fields, {}))
-        results[_bytes_at(fields, ends)] = parsed
+        results[fields(ends)] = parsed
         self._num_kept += 1
 
 
@@ -281,34 +293,27 @@ class _Parsed(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-def _fields_of(ranges: _Ranges, ends: Sequence[_End]) -> list[_Fields] | None:
-    """Return what gets the bytes in these ranges from each end of an archive; None if some lie between its ends."""
-    slices: list[list[slice]] = [[] for _ in ends]
-    for begin, end in ranges:
-        for number, (at, data) in enumerate(ends):
-            if at <= begin and end <= at + len(data):
-                slices[number].append(slice(begin - at, end - at))
-                break
-        else:
-            return None
-    return [itemgetter(slice(0), *of_end) for of_end in slices]  # of one slice it would return no tuple
-
-
-def _bytes_at(fields: Sequence[_Fields], ends: Sequence[_End]) -> _Key:
-    return tuple([of_end(data) for of_end, (_, data) in zip(fields, ends, strict=True)])
-
-
-def _ends_of(file: StoredFile, begin: int, length: int) -> list[_End]:
-    """Return (offset in the archive, bytes) of both ends of an archive, or of all of it if it is short."""
+def _ends_of(file: StoredFile, begin: int, length: int) -> bytes:
+    """Return the bytes of both ends of an archive, or of all of it if it is short."""
     if length < 0 or begin + length > file.size:
         raise TruncatedError("file is truncated", path=file.path, expected=begin + length, found=file.size)
-    whole = length <= 2 * _AHEAD_BYTES
-    ends = []
-    for at in (0,) if whole else (0, length - _AHEAD_BYTES):
-        data = bytearray(length if whole else _AHEAD_BYTES)
-        file.read_into(memoryview(data), begin + at)
-        ends.append((at, bytes(data)))
-    return ends
+    data = memoryview(bytearray(min(length, 2 * _AHEAD_BYTES)))
+    if len(data) == length:
+        file.read_into(data, begin)
+    else:
+        file.read_into(data[:_AHEAD_BYTES], begin)
+        file.read_into(data[_AHEAD_BYTES:], begin + length - _AHEAD_BYTES)
+    return bytes(data)
+
+
+def _slice_of(begin: int, end: int, length: int) -> slice | None:
+    """Return where bytes of an archive lie in its ends; None if some lie between these."""
+    hidden = max(0, length - 2 * _AHEAD_BYTES)  # bytes between the ends
+    if end <= _AHEAD_BYTES or not hidden:
+        return slice(begin, end)
+    if begin >= _AHEAD_BYTES + hidden:
+        return slice(begin - hidden, end - hidden)
+    return None
 
 
 def is_of_torch(file: StoredFile) -> bool:

@@ -147,10 +147,7 @@ class _Check:
         self._equal_files: set[str] = set()
         self._sealed = sealed_files(source)
         self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
-        self._total += sum(spec.nbytes for spec in source.specs.values())
-        for shard_file in source.files_without_specs:
-            for tensor in shard_file.tensors.values():
-                self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
+        self._total += sum(shard.nbytes for shard in source.described())
         self.done = self.num_boxes = self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
         self.findings += source.empty_weights()
