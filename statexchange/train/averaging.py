@@ -5,7 +5,7 @@ from __future__ import annotations
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import public_call
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import Source
+from statexchange.train.parameters import Source
 
 __all__ = ["average_gradients"]
 

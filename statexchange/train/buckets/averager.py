@@ -25,7 +25,7 @@ from statexchange.train.buckets.rounds import (
 )
 from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients, publish_gradients
 from statexchange.train.malloc_tuning import trim_malloc
-from statexchange.train.parameter_specs import local_part
+from statexchange.train.parameters import local_part
 from statexchange.train.reducers import operation
 
 __all__ = ["BucketAverager"]

@@ -54,10 +54,10 @@ from statexchange.train.buckets.averager import BucketAverager
 from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ReducerOptions, check_names
 from statexchange.train.buckets.plan import BucketPlan, explicit_groups
-from statexchange.train.buckets.views import BucketView
+from statexchange.train.buckets.views import views_of
 from statexchange.train.comparison import compare
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
-from statexchange.train.parameter_specs import Source, named_parameters, specs_of
+from statexchange.train.parameters import Source, named_parameters
 from statexchange.train.reducers import Reducer
 
 if TYPE_CHECKING:
@@ -194,20 +194,18 @@ class BucketReducer(Reducer):
         with self.comm.checking("BucketReducer"):
             options = self._options
             options.check()
-            named = named_parameters(self._source)
-            specs = specs_of(named)
-            self._views = list(map(BucketView, itertools.count(), specs, named.values()))
+            self._views = views_of(named_parameters(self._source))
             self._index = {id(view.param): view.index for view in self._views}
             groups = explicit_groups(options.buckets or (), self._views)
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
-        digest = compare(self.comm, about, (spec.entry for spec in specs))
+        digest = compare(self.comm, about, (view.entry for view in self._views))
         # Before backward makes the first gradients whose memory is to be used again.
         raise_malloc_thresholds()
         overlaps = options.overlap
         if overlaps is None:
-            overlaps = self._may_overlap(is_on_host=all(spec.device.startswith("cpu") for spec in specs))
+            overlaps = self._may_overlap(is_on_host=all(view.device.type == "cpu" for view in self._views))
         self._plan = BucketPlan(self.comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self.comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
