@@ -15,14 +15,14 @@ from torch import nn  # noqa: E402
 
 from statexchange.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from statexchange.train.buckets import views as bucket_views  # noqa: E402
-from statexchange.train.buckets.arrival import Arrival  # noqa: E402
-from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
 from statexchange.train.buckets.options import BucketOptions  # noqa: E402
 from statexchange.train.buckets.plan import BucketPlan  # noqa: E402
+from statexchange.train.buckets.reducer import GradientHooks  # noqa: E402
 from statexchange.train.buckets.rounds import (  # noqa: E402
     ARRIVED,
     FROZEN,
     LATE,
+    Arrival,
     RoundReport,
     RoundSummary,
 )

@@ -11,7 +11,6 @@ import torch
 from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
-from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.plan import BucketPlan
 from statexchange.train.buckets.rounds import (
@@ -19,6 +18,7 @@ from statexchange.train.buckets.rounds import (
     FROZEN,
     LATE,
     PHASE,
+    Arrival,
     RoundReport,
     RoundSummary,
     exchange_reports,
