@@ -35,7 +35,7 @@ from statexchange.errors import (
 )
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.pieces import Pieces, nbytes_by_holder, spec_pieces
-from statexchange.sharding.rules import layout_advice, rule_for_dim
+from statexchange.sharding.rules import layout_advice
 from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
 from statexchange.sharding.shards import Box, LongTuple, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
@@ -499,7 +499,7 @@ def _plan_tensor(
         else:
             text += "global_shape"
             differing = first.global_shape, shard.global_shape
-            rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
+            rules = layout_advice(first.name, [first.global_shape, shard.global_shape])
             # Tensors that are plain on each rank may be parts of one, which only a layout says.
             if rules and are_whole:
                 text += f"; if each holds a part, give a layout: {rules}"
