@@ -5,7 +5,7 @@ keyed by the names of its parameters, if they or their modules are in the state 
 of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie. So
 ``{"model": net, "step": 3}`` becomes ``{"model": {"0.weight": <leaf model.0.weight>}, "step": 3}``.
 
-`select` leaves out of the tree what `include` and `exclude` of a save do not select. Patterns are of names in the
+`Selection` leaves out of the tree what `include` and `exclude` of a save do not select. Patterns are of names in the
 state, or of what contains them. What is loaded as a whole is selected as a whole, if one of its names is included and
 none is excluded::
 
@@ -228,6 +228,10 @@ def describe_save(
     with collector_paused():
         # First, as this refuses keys that have no text, and paths that a load could not tell apart.
         entries = flatten(state).entries
+        has_sharded = any(entry.kind == "sharded" for entry in entries)
+        if (options.include or options.exclude) and (layout is not None or has_sharded):
+            what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
+            raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
         of_rank: list[LiveEntry] = []
         for entry in entries:
             if entry.kind == "module":
@@ -238,13 +242,8 @@ def describe_save(
         names: dict[int, str] = {}
         for key, name in parameter_names(entries).items():
             names[key] = name.in_state
-        selection = Selection(_plain(state, "", _Context(names)))
-        if options.include or options.exclude:
-            units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
-            if layout is not None or any(entry.kind == "sharded" for entry in entries):
-                what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
-                raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
-            selection = select(selection.tree, units, options)
+        units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
+        selection = Selection(_plain(state, "", _Context(names)), units, options)
         config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
@@ -258,55 +257,42 @@ def describe_save(
         return SavedState(config, common, owners, described, rules, selection, frozen, notes)
 
 
-@dataclass(slots=True)
 class Selection:
     """The part of a state that is saved.
+
+    `units` has the kind of the modules, optimizers and objects at their paths in the tree.
 
     Attributes:
         tree: the tree, in which a list has an empty mapping for an item that is left out.
         left_out: the paths of what is left out; "" if that is all.
         unmatched: the patterns of `include` that match no name.
         unused: the patterns of `exclude` that match no name, without those that begin with a path that is left out.
-    """
-
-    tree: Leaf
-    left_out: list[str] = field(default_factory=list)
-    unmatched: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-
-
-def select(tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> Selection:
-    """Return what of a tree is selected; `units` has the kind of the modules, optimizers and objects at their paths.
 
     Raises:
         UnsupportedError: only a part of a namedtuple or dataclass that holds tensors or objects is selected, or one of
             two keys that have one text.
     """
-    selecting = _Selecting(units, options)
-    selected = selecting.select(tree, "")
-    alike = selecting.kept.intersection(selecting.left_out)
-    if alike:
-        text = "two keys of the state look alike here, and include and exclude select one of them: make both text"
-        raise UnsupportedError(text, name=min(alike))
-    if selected is _LEFT_OUT:
-        selected = {}
-    # The names inside an optimizer that is left out are not collected: a pattern for one of them may be right.
-    whole = tuple(joined(path, "") for path in selecting.left_out if path)
-    unused = [pattern for pattern in unmatched(options.exclude, selecting.names) if not pattern.startswith(whole)]
-    return Selection(selected, selecting.left_out, unmatched(options.include, selecting.names), unused)
 
-
-class _Selecting:
-    """Walks over a tree, and notes what was left out and the names that were asked for."""
-
-    def __init__(self, units: Mapping[str, Kind], options: LoadOptions) -> None:
+    def __init__(self, tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> None:
+        self.tree = tree
         self.left_out: list[str] = []
-        self.names: set[str] = set()
-        self.kept: set[str] = set()
+        self._names: set[str] = set()  # that were asked for
+        self._kept: set[str] = set()
         self._units = units
         self._options = options
+        if options.include or options.exclude:
+            selected = self._select(tree, "")
+            self.tree = {} if selected is _LEFT_OUT else selected
+        alike = self._kept.intersection(self.left_out)
+        if alike:
+            text = "two keys of the state look alike here, and include and exclude select one of them: make both text"
+            raise UnsupportedError(text, name=min(alike))
+        self.unmatched = unmatched(options.include, self._names)
+        # The names inside an optimizer that is left out are not collected: a pattern for one of them may be right.
+        whole = tuple(joined(path, "") for path in self.left_out if path)
+        self.unused = [name for name in unmatched(options.exclude, self._names) if not name.startswith(whole)]
 
-    def select(self, value: Leaf, path: str) -> Leaf:
+    def _select(self, value: Leaf, path: str) -> Leaf:
         """Return what is selected of the value at a path."""
         kind = self._units.get(path)
         if kind == "optimizer":
@@ -321,7 +307,7 @@ class _Selecting:
         for key, item in items.items():
             inner = joined(path, key)
             # Extra state of a module may be a mapping, and goes to one call of its.
-            selected = self._whole(item, inner) if kind == "module" else self.select(item, inner)
+            selected = self._whole(item, inner) if kind == "module" else self._select(item, inner)
             if selected is not _LEFT_OUT:
                 new[key] = selected
         if not new:
@@ -344,9 +330,9 @@ class _Selecting:
     def _whole(self, value: Leaf, path: str) -> Leaf:
         """Return a value if it is selected as a whole."""
         names = [step.path for step in walk(value, path=path)]
-        self.names.update(names)
+        self._names.update(names)
         if self._options.wants_object(names):
-            self.kept.add(path)
+            self._kept.add(path)
             return value
         self.left_out.append(path)
         return _LEFT_OUT
@@ -354,7 +340,7 @@ class _Selecting:
     def _optimizer(self, tree: Mapping[str, Leaf], path: str) -> Leaf:
         """Return an optimizer's state dict with its param groups, and the state of the parameters that are selected."""
         groups = joined(path, "param_groups")
-        self.names.update([path, groups])
+        self._names.update([path, groups])
         if path and not self._options.may_want(path):
             self.left_out.append(path)
             return _LEFT_OUT
@@ -365,7 +351,7 @@ class _Selecting:
             for label in group["params"]:
                 where = joined(groups, label)
                 names = [where, *(joined(where, key) for key in hyperparameters(group))]
-                self.names.update(names)
+                self._names.update(names)
                 if not self._options.wants_object(names):
                     # With a slash: a parameter may be called by a number, and "param_groups.0" is a group.
                     self.left_out.append(f"{groups}/{label}")
