@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
-from statexchange.sharding.write_plan import BoxReduction
+from statexchange.sharding.shards import Piece
+from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import array_over, checked_dtype, from_bytes, own_bytes
 
@@ -24,33 +25,42 @@ __all__ = ["reduce_copies"]
 _MESSAGE_BYTES = 4 << 20
 
 
-def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
+def reduce_copies(comm: Communicator, described: Description, plan: WritePlan) -> Description:
     """Return the description with reduced values for the boxes that this rank writes. Collective.
 
-    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have: by "max"
-    the copies [1.0, 4.0] and [3.0, 2.0] become [3.0, 4.0]. The live state does not change. Memory: the size of this
-    rank's reduced boxes, and of a copy that this rank itself adds or sends if it lies on a GPU or is strided.
+    Copies are reduced in their order and in the dtype that they have: by "max" the copies [1.0, 4.0] and [3.0, 2.0]
+    become [3.0, 4.0]. The live state does not change. Memory: the size of this rank's reduced boxes, and of a copy that
+    this rank itself adds or sends if it lies on a GPU or is strided.
     """
     tensors = dict(described.tensors)
     # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
-    for reduction in reductions:
-        name, index = reduction.name, reduction.index
-        result: NDArray[np.uint8] | None = None
-        for src, copy_index in reduction.copies:
-            if comm.rank == reduction.holder:
-                # Only the rank that writes the box needs a copy of it: it reduces in place.
-                if result is None:
-                    dtype = _dtype_of(tensors[name])
-                    result = Staging().bytes_of(local_box(described, name, index), dtype, comm.progress)
-                copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
-                _reduce(comm, reduction.op, _dtype_of(tensors[name]), result, copy, src)
-            elif comm.rank == src:
-                data = _bytes(comm, described, name, copy_index)
-                for part in _parts(comm, len(data)):
-                    comm.send(data[part], reduction.holder)
-        if result is not None:
-            tensors[name] = _with_bytes(tensors[name], index, result)
+    for tensor in plan.tensors:
+        name, op = tensor.source, tensor.reduce
+        if op is None:
+            continue
+        for piece in tensor.pieces:
+            result = _reduced(comm, described, name, op, piece)
+            if result is not None:
+                tensors[name] = _with_bytes(tensors[name], piece.box_index, result)
     return replace(described, tensors=tensors)
+
+
+def _reduced(comm: Communicator, described: Description, name: str, op: str, piece: Piece) -> NDArray[np.uint8] | None:
+    """Return the bytes of all copies of a box, reduced, on the rank that writes it; None if it has no other copy."""
+    result: NDArray[np.uint8] | None = None
+    for src, copy_index in piece.replicas:
+        if comm.rank == piece.holder:
+            dtype = _dtype_of(described.tensors[name])
+            # Only the rank that writes the box needs a copy of it: it reduces in place.
+            if result is None:
+                result = Staging().bytes_of(local_box(described, name, piece.box_index), dtype, comm.progress)
+            copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
+            _reduce(comm, op, dtype, result, copy, src)
+        elif comm.rank == src:
+            data = _bytes(comm, described, name, copy_index)
+            for part in _parts(comm, len(data)):
+                comm.send(data[part], piece.holder)
+    return result
 
 
 def _reduce(

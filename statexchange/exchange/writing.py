@@ -129,7 +129,7 @@ def _write_boxes(
     call = request.call
     if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=call.stall_timeout_s):
-            described = reduce_copies(comm, described, plan.reductions())
+            described = reduce_copies(comm, described, plan)
     with comm.phase("writing", timeout_s=call.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()

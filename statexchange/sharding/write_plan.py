@@ -13,7 +13,7 @@ from statexchange.sharding.rules import REDUCTIONS
 from statexchange.sharding.shards import is_inside, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
+__all__ = ["WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,6 @@ class WriteFile:
     is_reserved: bool
     link: str = ""
     identity: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BoxReduction:
-    """The reduction of copies of one box: box `index` of rank `holder` becomes the `op` ("max", "min") of all copies.
-
-    `name` is the tensor's; `copies` are (rank, index of the box there).
-    """
-
-    name: str
-    op: str
-    holder: int
-    index: int
-    copies: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +92,6 @@ class WritePlan:
     def data(self) -> bytes:
         """This as it is sent."""
         return encoded(self, WritePlan)
-
-    def reductions(self) -> list[BoxReduction]:
-        """Return the reductions of all boxes that have copies to reduce."""
-        reductions = []
-        for tensor in self.tensors:
-            op = tensor.reduce
-            if op is None:
-                continue
-            for piece in tensor.pieces:
-                if piece.replicas:
-                    reductions.append(BoxReduction(tensor.source, op, piece.holder, piece.box_index, piece.replicas))
-        return reductions
 
     def check(self, world_size: int) -> None:
         """Raise ValueError if this cannot be a plan for `world_size` ranks."""

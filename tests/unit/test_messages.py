@@ -216,11 +216,6 @@ def test_equal_shapes_and_placements_travel_once() -> None:
     assert each < len('"000000","F32",0,0,0,') + 1
 
 
-def test_boxes_that_are_reduced_are_those_with_copies() -> None:
-    (found,) = PLAN.reductions()
-    assert (found.name, found.op, found.holder, found.index, found.copies) == ("w", "max", 1, 0, ((0, 1),))
-
-
 def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
     one = [Piece(Box((0,), (8,)), 0, 0), Piece(Box((8,), (24,)), 2, 0)]
     tensors = tuple(WriteTensor(file, 0, (32,), "F32", f"w{file}", None, one) for file in range(2))
