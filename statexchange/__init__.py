@@ -26,7 +26,7 @@ _HOMES = {
     "StateExchangeError": "statexchange.errors",
     "Subscriber": "statexchange.exchange.subscriber",
     "Workspace": "statexchange.storage.workspace",
-    "average_gradients": "statexchange.train.averaging",
+    "average_gradients": "statexchange.train.buckets.reducer",
     "comm": "",
     "diff_checkpoints": "statexchange.exchange.diff",
     "errors": "",

@@ -24,7 +24,7 @@ from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.exchange.subscriber import Subscriber as Subscriber
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
-from statexchange.train.averaging import average_gradients as average_gradients
+from statexchange.train.buckets.reducer import average_gradients as average_gradients
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer
 from statexchange.train.synchronize import synchronize as synchronize
 from statexchange.values import register_config as register_config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from statexchange.conversions import rules
-from statexchange.conversions.builtin import BUILTIN
+from statexchange.conversions.choice import BUILTIN, read_builtin
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "conversions.md"
 HEAD = """# Conversions
@@ -100,7 +100,7 @@ def explanation() -> str:
 
 def page() -> str:
     """Return the whole page."""
-    built_in = "".join(section(name, conversion) for name, conversion in BUILTIN.items())
+    built_in = "".join(section(name, read_builtin(name)) for name in BUILTIN)
     return HEAD + built_in + OWN + explanation()
 
 

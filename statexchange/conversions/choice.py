@@ -1,19 +1,35 @@
-"""The option `convert`: which conversion a caller means."""
+"""The option `convert`: which conversion a caller means, a built-in one or the caller's own.
+
+The built-in conversions are JSON files beside this module, in the form of a user's own file (`rules`).
+
+torchtitan rotates neighbouring rows of queries and keys, transformers the two halves of a head. The last rules have the
+names of torchtitan up to 0.2; ``freqs_cis`` is computed from the config, and dropped.
+
+Megatron-Core fuses queries, keys and values by group of heads, and gate and up one after the other. torch_dist stacks
+the layers, unless it was saved with singleton_local_shards; the older format has a name for each layer: so each rule
+for a layer is there twice. Transformer Engine's layers have a norm in the linear that follows, the local ones beside
+it. With singleton_local_shards the gate and up lie apart, as ``weight_w`` and ``weight_v``. An MLP has a gate if its
+fc1 has twice as many rows as its fc2 has columns: their permutes move nothing, and check this by the number ``ffn``.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
 
-from statexchange.conversions.builtin import BUILTIN
 from statexchange.conversions.plan import unknown_names
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.sharding.options import Convert
 
-__all__ = ["check_numbers", "choose_conversion", "conversion_of"]
+__all__ = ["BUILTIN", "check_numbers", "choose_conversion", "conversion_of", "read_builtin"]
 
 _INVERSE = "inverse:"
+BUILTIN: Mapping[str, str] = {"torchtitan:llama3": "torchtitan_llama3.json", "megatron:gpt": "megatron_gpt.json"}
+"""The file of each built-in conversion."""
 
 
 def choose_conversion(convert: Convert, read: Callable[[str], object]) -> ConversionRules:
@@ -54,9 +70,15 @@ def conversion_of(names: Collection[str]) -> str | None:
     return None
 
 
+def read_builtin(name: str) -> dict[str, Any]:
+    """Return a built-in conversion in its JSON form. Not collective."""
+    conversion: dict[str, Any] = json.loads(Path(__file__).with_name(BUILTIN[name]).read_text("utf-8"))
+    return conversion
+
+
 @functools.cache
 def _built_in(name: str) -> ConversionRules:
-    return ConversionRules.parse(BUILTIN[name], name)
+    return ConversionRules.parse(read_builtin(name), name)
 
 
 def check_numbers(numbers: object, convert: object) -> dict[str, int]:

@@ -194,11 +194,7 @@ def _replica_error(tensors: Sequence[TensorPlan], index: int, holder: int, other
     while index >= len(tensor.pieces):
         index -= len(tensor.pieces)
         tensor = next(in_order)
-
-    def rule(dim: int) -> str:
-        return f'{{"{tensor.source}": Shard({dim})}}'
-
-    rules = layout_advice([tensor.shape], rule) if len(tensor.pieces) == 1 else ""
+    rules = layout_advice(tensor.source, [tensor.shape], "Shard({})") if len(tensor.pieces) == 1 else ""
     layout = f"if each rank holds a part, give layout={rules}; " if rules else ""
     advice = (
         f'{layout}to take rank {min(holder, other)}\'s copy, replicas="root"; tensors of different pipeline '

@@ -6,7 +6,7 @@ from statexchange.errors import ReplicaError
 from statexchange.formats.model_files import are_of_ranks
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.plan import TensorPlan, replica_error
-from statexchange.sharding.rules import layout_advice, rule_for_dim
+from statexchange.sharding.rules import layout_advice
 
 __all__ = ["TAKE_LOWEST", "advice_on_copies", "check_tensor_copies", "check_tied"]
 
@@ -16,7 +16,7 @@ TAKE_LOWEST = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--rep
 def advice_on_copies(source: Source, tensor: TensorPlan) -> str:
     """Return what to write for a merge of a tensor of which several files have copies that differ."""
     advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
-    rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
+    rules = layout_advice(tensor.source, [tensor.shape])
     # A layout would concatenate what are copies or versions of one model in files of no rank.
     are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
     if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding

@@ -35,7 +35,7 @@ from statexchange.errors import (
 )
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.pieces import Pieces, nbytes_by_holder, spec_pieces
-from statexchange.sharding.rules import layout_advice, rule_for_dim
+from statexchange.sharding.rules import layout_advice
 from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
 from statexchange.sharding.shards import Box, LongTuple, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
@@ -396,50 +396,35 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
 
 def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Sequence[RankShards]) -> str | None:
     """Return the name under which all holders with elements of a tensor keep it; None if they do not agree."""
-    shards = by_name[name]
-    names = set()
-    if isinstance(shards, ShardingSpec):
-        for number in shards.ranks or range(shards.placement.num_ranks):
-            target = rank_shards[number].aliases.get(name)
-            if target is not None:
-                others = by_name.get(target, [])
-                if isinstance(others, ShardingSpec):
-                    is_tied = _are_equal(shards, others)
-                else:
-                    is_tied = _are_equal(shards.shard_of(number), _shard_at(others, number))
-                if not is_tied:
-                    target = name
-                names.add(target)
-            # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
-            elif name not in names and shards.shard_of(number).nbytes:
-                names.add(name)
-    else:
-        for number, shard in shards:
-            # Empty shards are equal, whatever they are tied to, so they prove nothing.
-            if not shard.nbytes:
-                continue
-            target = rank_shards[number].aliases.get(name, name)
-            is_tied = _are_equal(shard, _shard_at(by_name.get(target, []), number))
-            if not is_tied:
-                target = name
-            names.add(target)
+    names: set[str] = set()
+    for number in _holders(by_name[name]):
+        target = rank_shards[number].aliases.get(name, name)
+        # The boxes of a rank of a mesh take a while, and once one is known to be untied, another one adds nothing.
+        if target == name and name in names:
+            continue
+        shard = _shard_at(by_name[name], number)
+        # Empty shards, of a spec, are equal, whatever they are tied to, so they prove nothing.
+        if shard is None or not shard.nbytes:
+            continue
+        other = _shard_at(by_name.get(target, []), number)
+        names.add(target if other is not None and replace(other, name=name) == shard else name)
     if len(names) > 1:
         return None
     return next(iter(names), name)
+
+
+def _holders(shards: _TensorShards) -> Sequence[int]:
+    """Return the holders with elements; of a spec all ranks of its mesh."""
+    if isinstance(shards, ShardingSpec):
+        return shards.ranks or range(shards.placement.num_ranks)
+    return [holder for holder, shard in shards if shard.nbytes]
 
 
 def _shard_at(shards: _TensorShards, number: int) -> Shard | None:
     """Return the shard that one holder has of a tensor."""
     if not isinstance(shards, ShardingSpec):
         return dict(shards).get(number)
-    if number not in (shards.ranks or range(shards.placement.num_ranks)):
-        return None
-    return shards.shard_of(number)
-
-
-def _are_equal(shard: Shard | ShardingSpec, other: _TensorShards | Shard | None) -> bool:
-    """Whether two tensors differ in their names alone."""
-    return isinstance(other, type(shard)) and replace(other, name=shard.name) == shard
+    return shards.shard_of(number) if number in _holders(shards) else None
 
 
 def _is_written_alike(
@@ -460,7 +445,7 @@ def _is_written_alike(
     if dtypes.of(first.name, first.dtype) != dtypes.of(other.name, other.dtype):
         return False
     may_differ = reduction is not None or options.replicas == "root"
-    return not may_differ or _holders(shards) == _holders(others)
+    return not may_differ or set(_holders(shards)) == set(_holders(others))
 
 
 def _first(shards: _TensorShards) -> Shard | ShardingSpec:
@@ -468,13 +453,6 @@ def _first(shards: _TensorShards) -> Shard | ShardingSpec:
     if isinstance(shards, ShardingSpec):
         return shards
     return shards[0][1]
-
-
-def _holders(shards: _TensorShards) -> set[int]:
-    """Return the holders with elements; of a spec the ranks of its mesh, if it lists them."""
-    if isinstance(shards, ShardingSpec):
-        return set(shards.ranks)
-    return {holder for holder, shard in shards if shard.nbytes}
 
 
 def _new_names(names: Iterable[str], aliases: Mapping[str, str], options: ExportOptions) -> dict[str, str]:
@@ -521,7 +499,7 @@ def _plan_tensor(
         else:
             text += "global_shape"
             differing = first.global_shape, shard.global_shape
-            rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
+            rules = layout_advice(first.name, [first.global_shape, shard.global_shape])
             # Tensors that are plain on each rank may be parts of one, which only a layout says.
             if rules and are_whole:
                 text += f"; if each holds a part, give a layout: {rules}"

@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -73,7 +73,6 @@ __all__ = [
     "layout_advice",
     "place_parts",
     "renumber_names",
-    "rule_for_dim",
     "with_dots",
 ]
 
@@ -579,7 +578,7 @@ def place_parts(
     paths = paths or {}
     for rank, part in parts.items():
         if part.uncut() != first.uncut():
-            rules = layout_advice([first.shape, part.shape], rule_for_dim(first.name))
+            rules = layout_advice(first.name, [first.shape, part.shape])
             text = "no rule of one dim fits"
             if rules:
                 text = f"if each rank holds a part, the layout needs a rule, {rules}"
@@ -736,24 +735,16 @@ def _fits(name: str, pattern: str) -> bool:
     return "[" in name and (name == pattern or fnmatch.fnmatchcase(with_dots(name), pattern))
 
 
-def rule_for_dim(name: str) -> Callable[[int], str]:
-    """Return a function that writes the rule of a layout file which divides tensor `name` along a dim."""
-
-    def rule(dim: int) -> str:
-        return f'{{"{name}": {{"dim": {dim}}}}}'
-
-    return rule
-
-
-def layout_advice(shapes: Sequence[tuple[int, ...]], rule: Callable[[int], str]) -> str:
-    """Return the rules that tensors of these shapes allow, if each is a rank's part of one tensor; "" for none.
+def layout_advice(name: str, shapes: Sequence[tuple[int, ...]], form: str = '{{"dim": {}}}') -> str:
+    """Return the rules of a layout that tensors of these shapes allow, if each is a part of one tensor; "" for none.
 
     Parts differ in the size of one dim at most. If all have one shape, it may be any dim, and the advice says how to
     find out which.
 
     Args:
+        name: the name of the tensor.
         shapes: shapes of some ranks' tensors.
-        rule: writes the rule for a dim.
+        form: the format of a rule that divides a tensor along a dim.
     """
     first = shapes[0]
     if set(map(len, shapes)) != {len(first)}:
@@ -764,9 +755,10 @@ def layout_advice(shapes: Sequence[tuple[int, ...]], rule: Callable[[int], str])
             differing.append(dim)
     if len(differing) > 1 or not first:
         return ""
-    if differing or len(first) == 1:
-        return rule(max(differing, default=0))
-    rules = ", or ".join(map(rule, range(len(first))))
+    dims = differing or range(len(first))
+    rules = ", or ".join(f'{{"{name}": {form.format(dim)}}}' for dim in dims)
+    if len(dims) == 1:
+        return rules
     check = f"it is the dim along which the model's tensor is larger than a rank's {list(first)}"
     words = ""
     if len(first) == 2:

@@ -226,9 +226,13 @@ def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None,
             axes.append(axis)
             shape.append(mesh_shape[axis])
             dim_splits.append(DimSplit(0, split.split_factor))
-    if dim_splits == [DimSplit(0)]:  # by arithmetic, as one axis may have thousands of ranks
-        return tuple(_chunks_within(0, size, size, axes[0], mesh_shape))
     runs = []
+    if dim_splits == [DimSplit(0)]:  # by arithmetic, as one axis may have thousands of ranks
+        # As torch.chunk has them: of 10 indices on 4 ranks each has 3, and the last one 1.
+        chunk = -(-size // shape[0]) or 1
+        for at, begin in enumerate(range(0, size, chunk)):
+            runs.append(DimRun(begin, min(chunk, size - begin), ((axes[0], at),), 0, 1))
+        return tuple(runs)
     # A dim that no axis splits has one run, of the one empty coordinate.
     for index in product(*map(range, shape)):
         # Of the dim alone: what other axes do to other dims does not change its runs.
@@ -268,19 +272,10 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
     rows 3 and 4 lie in the boxes of the coordinates (1,) and (2,). The boxes must cover the tensor exactly.
     """
     overlapping = []
-    for dim, (begin, size, whole) in enumerate(zip(*box, shape, strict=True)):
-        axes = []
-        for axis, split in enumerate(placement.splits):
-            if split is not None and split.dim % len(shape) == dim:
-                axes.append((axis, split))
-        # By arithmetic, as in `_runs`: without a list of thousands of runs, of which one or two are wanted.
-        if len(axes) == 1 and axes[0][1].split_factor == 1:
-            overlapping.append(_chunks_within(begin, size, whole, axes[0][0], placement.mesh_shape))
-            continue
-        runs = runs_by_dim(shape, placement)[dim]
+    for runs, begin, size in zip(runs_by_dim(shape, placement), *box, strict=True):
         # The runs follow one another, and there may be thousands.
         first = bisect_right(runs, begin, key=_begin_of) - 1
-        overlapping.append(list(runs[max(first, 0) : bisect_left(runs, begin + size, key=_begin_of)]))
+        overlapping.append(runs[max(first, 0) : bisect_left(runs, begin + size, key=_begin_of)])
     parts = []
     for chosen in product(*overlapping):
         coordinates: dict[int, int] = {}
@@ -293,20 +288,6 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
         at = tuple(map(coordinates.__getitem__, sorted(coordinates)))
         parts.append((Box(tuple(offsets), tuple(sizes)), at))
     return parts
-
-
-def _chunks_within(begin: int, size: int, whole: int, axis: int, mesh_shape: Sequence[int]) -> list[DimRun]:
-    """Return the chunks of a dim of `whole` indices, as torch.chunk has them, that have indices of a run.
-
-    Of 10 indices on 4 ranks, of which each has 3 and the last one 1, the run of 4 from 2 on has those of ranks 0 and 1.
-    """
-    chunk = -(-whole // mesh_shape[axis])
-    runs: list[DimRun] = []
-    if not chunk:
-        return runs
-    for at in range(begin // chunk, -(-min(begin + size, whole) // chunk)):
-        runs.append(DimRun(at * chunk, min(chunk, whole - at * chunk), ((axis, at),), 0, 1))
-    return runs
 
 
 def _covers_dim(runs: Sequence[DimRun], size: int) -> bool:

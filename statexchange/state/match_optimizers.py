@@ -53,8 +53,8 @@ from statexchange.state.units import (
     install_optimizer,
     is_optimizer,
     load_object,
+    named_parameters,
     names_of_groups,
-    parameters_of,
     state_of_optimizer,
 )
 from statexchange.tensors import is_tensor, is_torch
@@ -75,7 +75,6 @@ class _LiveParameters:
         optimizer: the optimizer.
         by_label: the parameters by their names in the state, or all by number if one is not in the state.
         by_group: the same for each group.
-        are_named: whether they have names.
         in_state: the label of each name in the state, of tied parameters all; None for a name that two have.
         in_modules: the label of each name in a module; None for a name that two parameters have.
     """
@@ -83,25 +82,17 @@ class _LiveParameters:
     def __init__(self, optimizer: Optimizer, names: Mapping[int, ParameterName], path: str) -> None:
         self.optimizer = optimizer
         self._path = path
-        parameters = parameters_of(optimizer)
-        names_here = [names.get(id(parameter)) for parameter in parameters]
-        labels: list[str] = []
-        for name in names_here:
-            if name is not None:
-                labels.append(name.in_state)
         # A parameter without a name, or two with one: then none goes by name.
-        self.are_named = bool(labels) and len({*labels}) == len(parameters)
-        if not self.are_named:
-            labels = list(map(str, range(len(parameters))))
-        self.by_label: dict[str, Leaf] = dict(zip(labels, parameters, strict=True))
+        self.by_label = named_parameters(optimizer, {key: name.in_state for key, name in names.items()})
         self.by_group: list[dict[str, Leaf]] = []
         items = iter(self.by_label.items())
         for group in optimizer.param_groups:
             self.by_group.append(dict(itertools.islice(items, len(group["params"]))))
         self.in_state: dict[str, str | None] = {}
         self.in_modules: dict[str, str | None] = {}
-        for label, name in zip(self.by_label, names_here, strict=True):
-            if name is None or not self.are_named:
+        for label, parameter in self.by_label.items():
+            name = names.get(id(parameter))
+            if name is None or name.in_state != label:
                 continue
             for inner in name.in_modules:
                 if self.in_modules.setdefault(inner, label) != label:

@@ -4,6 +4,16 @@ In the tree a module is a mapping of its tensors by name, without the names that
 keyed by the names of its parameters, if they or their modules are in the state too; so it can be loaded on any number
 of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie. So
 ``{"model": net, "step": 3}`` becomes ``{"model": {"0.weight": <leaf model.0.weight>}, "step": 3}``.
+
+`Selection` leaves out of the tree what `include` and `exclude` of a save do not select. Patterns are of names in the
+state, or of what contains them. What is loaded as a whole is selected as a whole, if one of its names is included and
+none is excluded::
+
+    {"model": net, "lrs": [1, 2], "step": 3}, exclude=["model.base.*", "lrs.0"]
+    left out: model.base.weight, model.base.bias, lrs
+
+The save records the paths that were left out, and not the patterns, which a load could only ask of names that it has
+itself.
 """
 
 from __future__ import annotations
@@ -14,22 +24,24 @@ from dataclasses import dataclass, field, replace
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.options import LoadOptions, unmatched
 from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.megatron import MegatronTensor, add_sharded
-from statexchange.state.select import Selection, select
 from statexchange.state.tree import (
     PLAIN_TYPES,
+    Kind,
     LiveEntry,
     children,
     contains_state,
     flatten,
+    has_indices,
     is_dataclass,
     kind_of,
     other_with,
     parameter_names,
+    parts,
     sharded_kind,
     too_deep_error,
     walk,
@@ -39,6 +51,7 @@ from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     check_module,
     class_name,
+    hyperparameters,
     is_per_rank,
     module_items,
     named_parameters,
@@ -46,11 +59,12 @@ from statexchange.state.units import (
     parameters_of,
     state_of_object,
 )
-from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor_type
+from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor, is_tensor_type
 
 __all__ = ["SavedState", "describe_save"]
 
 _UNITS = ("object", "module", "optimizer")  # kinds of entries that have a state of their own
+_LEFT_OUT: Leaf = object()
 
 
 def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
@@ -214,6 +228,10 @@ def describe_save(
     with collector_paused():
         # First, as this refuses keys that have no text, and paths that a load could not tell apart.
         entries = flatten(state).entries
+        has_sharded = any(entry.kind == "sharded" for entry in entries)
+        if (options.include or options.exclude) and (layout is not None or has_sharded):
+            what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
+            raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
         of_rank: list[LiveEntry] = []
         for entry in entries:
             if entry.kind == "module":
@@ -224,13 +242,8 @@ def describe_save(
         names: dict[int, str] = {}
         for key, name in parameter_names(entries).items():
             names[key] = name.in_state
-        selection = Selection(_plain(state, "", _Context(names)))
-        if options.include or options.exclude:
-            units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
-            if layout is not None or any(entry.kind == "sharded" for entry in entries):
-                what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
-                raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
-            selection = select(selection.tree, units, options)
+        units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
+        selection = Selection(_plain(state, "", _Context(names)), units, options)
         config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
@@ -242,6 +255,118 @@ def describe_save(
         common = _common_text(selection.tree, of_rank) if of_rank else config
         notes = _note_on_stale_optimizers(entries, names)
         return SavedState(config, common, owners, described, rules, selection, frozen, notes)
+
+
+class Selection:
+    """The part of a state that is saved.
+
+    `units` has the kind of the modules, optimizers and objects at their paths in the tree.
+
+    Attributes:
+        tree: the tree, in which a list has an empty mapping for an item that is left out.
+        left_out: the paths of what is left out; "" if that is all.
+        unmatched: the patterns of `include` that match no name.
+        unused: the patterns of `exclude` that match no name, without those that begin with a path that is left out.
+
+    Raises:
+        UnsupportedError: only a part of a namedtuple or dataclass that holds tensors or objects is selected, or one of
+            two keys that have one text.
+    """
+
+    def __init__(self, tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> None:
+        self.tree = tree
+        self.left_out: list[str] = []
+        self._names: set[str] = set()  # that were asked for
+        self._kept: set[str] = set()
+        self._units = units
+        self._options = options
+        if options.include or options.exclude:
+            selected = self._select(tree, "")
+            self.tree = {} if selected is _LEFT_OUT else selected
+        alike = self._kept.intersection(self.left_out)
+        if alike:
+            text = "two keys of the state look alike here, and include and exclude select one of them: make both text"
+            raise UnsupportedError(text, name=min(alike))
+        self.unmatched = unmatched(options.include, self._names)
+        # The names inside an optimizer that is left out are not collected: a pattern for one of them may be right.
+        whole = tuple(joined(path, "") for path in self.left_out if path)
+        self.unused = [name for name in unmatched(options.exclude, self._names) if not name.startswith(whole)]
+
+    def _select(self, value: Leaf, path: str) -> Leaf:
+        """Return what is selected of the value at a path."""
+        kind = self._units.get(path)
+        if kind == "optimizer":
+            return self._optimizer(value, path)
+        items = children(value)
+        if not items or kind == "object":
+            return self._whole(value, path)
+        if not isinstance(value, Mapping) and not self._holds_state(value, path):
+            # Lists and records of plain values are loaded as a whole.
+            return self._whole(value, path)
+        new: dict[Leaf, Leaf] = {}
+        for key, item in items.items():
+            inner = joined(path, key)
+            # Extra state of a module may be a mapping, and goes to one call of its.
+            selected = self._whole(item, inner) if kind == "module" else self._select(item, inner)
+            if selected is not _LEFT_OUT:
+                new[key] = selected
+        if not new:
+            self.left_out.append(path)
+            return _LEFT_OUT
+        if isinstance(value, Mapping):
+            return new
+        if has_indices(value):
+            # The others keep their indices.
+            return type(value)(new.get(key, {}) for key in items)
+        if any(new.get(key) is not item for key, item in items.items()):
+            text = f"include and exclude select a part of {type_text(value)} here: select all of it, or nothing"
+            raise UnsupportedError(text, name=path)
+        return value
+
+    def _holds_state(self, value: Leaf, path: str) -> bool:
+        begin = joined(path, "")
+        return any(map(is_tensor, parts(value))) or any(unit.startswith(begin) for unit in self._units)
+
+    def _whole(self, value: Leaf, path: str) -> Leaf:
+        """Return a value if it is selected as a whole."""
+        names = [step.path for step in walk(value, path=path)]
+        self._names.update(names)
+        if self._options.wants_object(names):
+            self._kept.add(path)
+            return value
+        self.left_out.append(path)
+        return _LEFT_OUT
+
+    def _optimizer(self, tree: Mapping[str, Leaf], path: str) -> Leaf:
+        """Return an optimizer's state dict with its param groups, and the state of the parameters that are selected."""
+        groups = joined(path, "param_groups")
+        self._names.update([path, groups])
+        if path and not self._options.may_want(path):
+            self.left_out.append(path)
+            return _LEFT_OUT
+        # The groups are needed to know the parameters. Their values are left where they are for what is not selected.
+        labels: list[Leaf] = []
+        for group in tree["param_groups"]:
+            labels += group["params"]
+            for label in group["params"]:
+                where = joined(groups, label)
+                names = [where, *(joined(where, key) for key in hyperparameters(group))]
+                self._names.update(names)
+                if not self._options.wants_object(names):
+                    # With a slash: a parameter may be called by a number, and "param_groups.0" is a group.
+                    self.left_out.append(f"{groups}/{label}")
+        new: dict[str, Leaf] = {"state": {}, "param_groups": tree["param_groups"]}
+        for label in dict.fromkeys([*labels, *tree["state"]]):
+            selected = self._whole(tree["state"].get(label, {}), joined(path, f"state.{label}"))
+            # One that has made no step has no state. It is noted all the same, as a load would take it for that.
+            if selected is not _LEFT_OUT and label in tree["state"]:
+                new["state"][label] = selected
+        for key, item in tree.items():
+            if key not in new:
+                selected = self._whole(item, joined(path, key))
+                if selected is not _LEFT_OUT:
+                    new[key] = selected
+        return new
 
 
 def _frozen_names(entries: Sequence[LiveEntry]) -> dict[str, str]:

@@ -1,35 +1,239 @@
-"""DistributedModule and data_parallel: train a module on many ranks, by an algorithm that can be switched."""
+"""DistributedModule and data_parallel: train a module on many ranks, by an algorithm that can be switched.
+
+Each optimizer of the module synchronises by the algorithm (`AlgorithmOptimizer`). The tuner tries bucket sizes, with
+and without the hierarchy, during training, and keeps the fastest.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
-from statexchange.comm.communicator import CommLike, from_root
+from statexchange.comm.communicator import CommLike, Communicator, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError
-from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
-from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
+from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions, check_names
 from statexchange.train.comparison import compare
+from statexchange.train.optimizer import DistributedOptimizer, Loss
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
-from statexchange.train.tuner import Setting, Trial, Tuner
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["DistributedModule", "data_parallel"]
+__all__ = ["AlgorithmOptimizer", "DistributedModule", "Setting", "Tuner", "data_parallel"]
 
 _PHASE = "switching the algorithm"
 _SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
 _MAX_STEP_TIMES = 1 << 12  # kept at most: without a tuner nobody takes them away
+_LEAST_POWER, _MOST_POWER = 10, 31  # of two: buckets of 1 KiB to 2 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The approximate size of buckets, and whether ranks of several hosts reduce within each host first."""
+
+    bucket_bytes: int
+    hierarchical: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The time of a step with one setting: the median on the slowest rank, in seconds."""
+
+    bucket_bytes: int
+    buckets: int
+    step_s: float
+    hierarchical: bool
+
+
+class Tuner:
+    """Propose settings, one after each measurement, and the fastest when all were tried.
+
+    The order: `present`; with `both`, the same with `hierarchical` negated; then, with the faster of these, powers of
+    two around the present size.
+    """
+
+    def __init__(self, present: Setting, *, both: bool = False) -> None:
+        power = round(math.log2(present.bucket_bytes))
+        self._sizes = []
+        for near in (power - 1, power + 1, power - 2, power + 2):
+            if _LEAST_POWER <= near <= _MOST_POWER and 2**near != present.bucket_bytes:
+                self._sizes.append(2**near)
+        self._step_s: dict[Setting, float] = {}
+        self._untried = [present]
+        if both:
+            self._untried.append(replace(present, hierarchical=not present.hierarchical))
+
+    def propose(self, used: Setting, step_s: float) -> Setting:
+        """Return what to use next, after a step took `step_s` with the setting `used`; at the end the fastest."""
+        if self._untried:
+            self._step_s[used] = step_s
+            self._untried = [setting for setting in self._untried if setting not in self._step_s]
+        fastest = min(self._step_s, key=self._step_s.__getitem__)
+        if not self._untried:
+            self._untried = [replace(fastest, bucket_bytes=size) for size in self._sizes]
+            self._sizes = []
+        return self._untried[0] if self._untried else fastest
+
+
+class AlgorithmOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer that synchronises by an algorithm; `data_parallel` makes it.
+
+    Collective: all ranks construct it and call `step` equally often. `step` synchronises as the algorithm says, then
+    steps. Parameters that the module ignores are stepped with this rank's own gradients.
+
+    Args:
+        optimizer: any torch optimizer.
+        module: the module whose parameters the optimizer has.
+        algorithm: how ranks synchronise.
+        comm: a communicator.
+        is_alone: whether this is the module's only optimizer.
+        after_step: called at the end of each step.
+        settings: options of DistributedOptimizer and BucketReducer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        algorithm: Algorithm,
+        comm: Communicator,
+        *,
+        is_alone: bool,
+        after_step: Callable[[], None],
+        **settings: Unpack[TrainingOptions],
+    ) -> None:
+        self._is_alone = is_alone
+        self._after_step = after_step
+        self.algorithm = algorithm
+        """The present algorithm; `switch_to` of the module takes another one."""
+        self._whole_comm = comm
+        self._run = Run(algorithm.over(comm))
+        super().__init__(
+            optimizer,
+            self._run.comm,
+            module=module,
+            init_sync=False,  # `data_parallel` has given all ranks root's parameters
+            bucket_type=algorithm.bucket_type,
+            communicate=algorithm.collective(self._run),
+            **settings,
+        )
+        # Only now: the reducer takes the algorithm's function when it is made, and the function uses the run.
+        self._run.reducer = self.reducer
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        return {name: parameter for name, parameter in super()._named().items() if name not in ignored}
+
+    @property
+    def setting(self) -> Setting:
+        """The bucket size and hierarchy, which the tuner may change. Not collective."""
+        return Setting(self.reducer.bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
+
+    # Steps
+
+    def finalize(self) -> None:
+        """Average gradients; with an algorithm that averages weights, average these if it is due in this step.
+
+        Collective. See `DistributedOptimizer.finalize`.
+        """
+        self.reducer.raise_if_closed()
+        if self._no_sync_depth or self.algorithm.is_due(self._steps):
+            super().finalize()
+
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+        """Synchronise, then let the inner optimizer step. Collective."""
+        if self.algorithm.bucket_type == "weight":
+            # Weights are averaged before the gradients are used, and with a closure before these are made.
+            self.finalize()
+            result = self.inner.step(closure)
+            self._steps += 1
+            self._is_averaged = False
+        else:
+            result = super().step(closure)
+        self._after_step()
+        return result
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Enter a block in which ranks may make different numbers of steps; see `DistributedOptimizer.join`.
+
+        Collective.
+
+        Raises:
+            InvalidArgumentError: several optimizers train the module.
+        """
+        with self._comm.checking("join"):
+            if not self._is_alone:
+                raise InvalidArgumentError(
+                    "join() is for one optimizer: with several, ranks would wait in different ones"
+                )
+        with super().join():
+            yield
+
+    # Switching
+
+    def accept(self, algorithm: Algorithm | str) -> Algorithm:
+        """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
+        chosen = as_algorithm(algorithm)
+        compare(self._comm, f"algorithm={chosen}")
+        _check_weight(chosen, is_weighted=self._weight is not None)
+        return chosen
+
+    def switch_to(self, algorithm: Algorithm) -> None:
+        """Discard gradients and synchronise by `algorithm` from now on. Collective."""
+        self.zero_grad()  # their buckets go
+        run = Run(algorithm.over(self._whole_comm))
+        self.reducer.reset(comm=run.comm, bucket_type=algorithm.bucket_type, communicate=algorithm.collective(run))
+        run.reducer = self.reducer
+        self._run = run
+        self.algorithm = algorithm
+        # The algorithm's steps count from the switch.
+        self._steps = 0
+        self._is_averaged = False
+
+    def new_tuner(self) -> Tuner:
+        """Return a tuner that begins with the present setting. Not collective."""
+        has_hierarchy = self._whole_comm.flat is not self._whole_comm
+        return Tuner(self.setting, both=self.algorithm.hierarchical is None and has_hierarchy)
+
+    def use(self, setting: Setting) -> None:
+        """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
+        self._run.comm = self._whole_comm
+        if not setting.hierarchical:
+            self._run.comm = self._whole_comm.flat
+        self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
+
+    def average_state(self) -> None:
+        """Average every floating tensor of the inner optimizer's state over all ranks. Collective.
+
+        Raises:
+            MismatchError: ranks have state of different parameters.
+        """
+        # As buffers of a module, which ranks compare by name, dtype and shape before they average.
+        state = nn.Module()
+        for name, parameter in self._named().items():
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    state.register_buffer(f"{name}.{key}".replace(".", "/"), value)  # torch allows no dots
+        allreduce_parameters(state, comm=self._comm)
+
+
+def _check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:
+    """Raise InvalidArgumentError if gradients are weighted and the algorithm averages none. Not collective."""
+    if is_weighted and algorithm.bucket_type == "weight":
+        raise InvalidArgumentError(f"weight= weights gradients, and {algorithm.name!r} averages none")
 
 
 class DistributedModule(nn.Module):
@@ -335,7 +539,7 @@ def data_parallel(
         with communicator.checking("data_parallel"):
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, tune_every)
-            check_weight(chosen, is_weighted=settings.get("weight") is not None)
+            _check_weight(chosen, is_weighted=settings.get("weight") is not None)
         # Before anything is sent: ranks with different algorithms would wait for each other in different calls.
         compare(communicator, f"algorithm={chosen}")
         wrapped = DistributedModule(module, communicator)

@@ -21,7 +21,7 @@ from statexchange.state.units import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions, check_names
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.comparison import compare
-from statexchange.train.parameter_specs import named_parameters
+from statexchange.train.parameters import named_parameters
 from statexchange.train.synchronize import synchronize
 
 if TYPE_CHECKING:

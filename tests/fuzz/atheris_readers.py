@@ -433,10 +433,10 @@ def _seeds(target: str) -> list[bytes]:
         return [data for data in found if len(data) < MAX_BYTES]
     found = []
     if target == "manifest":
-        from statexchange.conversions.builtin import BUILTIN
+        from statexchange.conversions.choice import BUILTIN, read_builtin
         from statexchange.storage.memory_directory import headers_to_bytes
 
-        found += [b"x" + json.dumps(conversion).encode() for conversion in BUILTIN.values()]
+        found += [b"x" + json.dumps(read_builtin(name)).encode() for name in BUILTIN]
         found.append(b"p" + headers_to_bytes({"rank-00000-of-00001.safetensors": "0" * 32}))
     with tempfile.TemporaryDirectory() as root:
         for number, source in enumerate([*SOURCES.values(), *HOSTILE.values()]):

@@ -11,8 +11,7 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-from statexchange.train.module import data_parallel
-from statexchange.train.tuner import Setting, Tuner
+from statexchange.train.module import Setting, Tuner, data_parallel
 
 # The tuner
 

@@ -17,7 +17,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized, dequantize, quantize
 from statexchange.train.buckets.plan import split_buckets
-from statexchange.train.parameter_specs import ParameterSpec
+from statexchange.train.buckets.views import BucketView
 
 # Bagua
 
@@ -94,9 +94,10 @@ def test_a_reducer_takes_baguas_arguments_and_bucket_types(comm: Communicator, d
         reducer.close()
 
 
-def specs_of(kinds: dict[str, str]) -> list[ParameterSpec]:
+def views_of(dtypes: dict[str, torch.dtype]) -> list[BucketView]:
     sizes = dict(zip("ABCDE", range(1, 6), strict=True))
-    return [ParameterSpec(name, kinds.get(name, "float32"), (sizes[name] << 20,)) for name in kinds]
+    tensors = {name: torch.empty(sizes[name] << 20, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+    return [BucketView(0, name, tensor, "cpu 0") for name, tensor in tensors.items()]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def specs_of(kinds: dict[str, str]) -> list[ParameterSpec]:
     ],
 )
 def test_buckets_are_split_as_by_bagua(order: str, halves: str, expected: list[str]) -> None:
-    tensors = specs_of({name: "float16" if name in halves else "float32" for name in order})
+    tensors = views_of({name: torch.float16 if name in halves else torch.float32 for name in order})
     found = split_buckets(tensors, 20 << 20)
     assert ["".join(tensors[i].name for i in bucket) for bucket in found] == expected
     assert all(len({tensors[i].dtype for i in bucket}) == 1 for bucket in found)  # Bagua mixes two of these

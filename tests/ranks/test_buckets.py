@@ -15,7 +15,7 @@ from statexchange.testing import run_ranks
 from statexchange.train.buckets import reducer as reducer_module
 from statexchange.train.buckets.plan import split_buckets
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import ParameterSpec
+from statexchange.train.buckets.views import BucketView
 
 MIB = 1 << 20
 
@@ -23,38 +23,40 @@ MIB = 1 << 20
 # How tensors are split into buckets
 
 
-def specs(
-    dtypes: dict[str, str], order: str = "ABCDE", sizes: tuple[int, ...] = (1, 2, 3, 4, 5)
-) -> list[ParameterSpec]:
+def view(name: str, dtype: str, numel: int, device: str = "cpu 0") -> BucketView:
+    return BucketView(0, name, torch.empty(numel, dtype=getattr(torch, dtype), device="meta"), device)
+
+
+def views(dtypes: dict[str, str], order: str = "ABCDE", sizes: tuple[int, ...] = (1, 2, 3, 4, 5)) -> list[BucketView]:
     numels = dict(zip("ABCDE", sizes, strict=True))
-    return [ParameterSpec(name, dtypes.get(name, "float32"), (numels[name] * MIB,)) for name in order]
+    return [view(name, dtypes.get(name, "float32"), numels[name] * MIB) for name in order]
 
 
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
-        (specs({}), ["ABC", "D", "E"]),
-        (specs({"C": "float16", "D": "float16"}), ["CD", "AB", "E"]),
-        (specs({}, "DEABC"), ["D", "E", "ABC"]),
-        (specs({}, sizes=(1, 3, 5, 7, 11)), ["AB", "C", "D", "E"]),
+        (views({}), ["ABC", "D", "E"]),
+        (views({"C": "float16", "D": "float16"}), ["CD", "AB", "E"]),
+        (views({}, "DEABC"), ["D", "E", "ABC"]),
+        (views({}, sizes=(1, 3, 5, 7, 11)), ["AB", "C", "D", "E"]),
         ([], []),
     ],
     ids=["one dtype", "two dtypes", "another order", "other sizes", "no tensors"],
 )
-def test_tensors_are_split_into_buckets_as_by_bagua(tensors: list[ParameterSpec], expected: list[str]) -> None:
+def test_tensors_are_split_into_buckets_as_by_bagua(tensors: list[BucketView], expected: list[str]) -> None:
     found = split_buckets(tensors, 20 * MIB)
     assert ["".join(tensors[i].name for i in bucket) for bucket in found] == expected
 
 
 def test_a_bucket_is_as_close_to_its_size_as_tensors_allow() -> None:
-    tensors = [ParameterSpec(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
+    tensors = [view(str(i), "float32", n) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
     sizes = [[tensors[i].shape[0] for i in bucket] for bucket in split_buckets(tensors, 16)]
     assert sizes == [[1, 1, 1], [100], [3, 0], [50]]
 
 
 def test_devices_and_dtypes_do_not_mix_in_a_bucket() -> None:
-    tensors = [ParameterSpec("a", "float32", (1,), "cuda 0"), ParameterSpec("b", "float32", (1,), "cuda 1")]
-    tensors += [ParameterSpec("c", "float32", (1,), "cuda 0"), ParameterSpec("d", "bfloat16", (1,), "cuda 1")]
+    tensors = [view("a", "float32", 1, "cuda 0"), view("b", "float32", 1, "cuda 1")]
+    tensors += [view("c", "float32", 1, "cuda 0"), view("d", "bfloat16", 1, "cuda 1")]
     assert split_buckets(tensors, MIB) == [[3], [0, 2], [1]]
 
 

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import statexchange as sx
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from statexchange.testing import run_ranks
-from statexchange.train.averaging import average_gradients
-from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer, average_gradients
 from statexchange.train.ddp_hook import as_comm_hook
 from statexchange.train.optimizer import DistributedOptimizer
 

@@ -14,24 +14,23 @@ torch = pytest.importorskip("torch", reason="buckets need torch")
 from torch import nn  # noqa: E402
 
 from statexchange.errors import InvalidArgumentError, MismatchError  # noqa: E402
-from statexchange.train.buckets.arrival import Arrival  # noqa: E402
-from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
+from statexchange.train.buckets import views as bucket_views  # noqa: E402
 from statexchange.train.buckets.options import BucketOptions  # noqa: E402
 from statexchange.train.buckets.plan import BucketPlan  # noqa: E402
+from statexchange.train.buckets.reducer import GradientHooks  # noqa: E402
 from statexchange.train.buckets.rounds import (  # noqa: E402
     ARRIVED,
     FROZEN,
     LATE,
+    Arrival,
     RoundReport,
     RoundSummary,
 )
 from statexchange.train.buckets.views import BucketView, copy_gradients, publish_gradients  # noqa: E402
-from statexchange.train.parameter_specs import specs_of  # noqa: E402
 
 
 def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
-    named = {f"p{i}": nn.Parameter(torch.ones(shape)) for i, shape in enumerate(shapes)}
-    return [BucketView(i, spec, named[spec.name]) for i, spec in enumerate(specs_of(named))]
+    return bucket_views.views_of({f"p{i}": nn.Parameter(torch.ones(shape)) for i, shape in enumerate(shapes)})
 
 
 def plan_of(views: list[BucketView], bucket_bytes: int = 16, world_size: int = 1) -> BucketPlan:

@@ -11,7 +11,6 @@ import torch
 from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
-from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.plan import BucketPlan
 from statexchange.train.buckets.rounds import (
@@ -19,13 +18,14 @@ from statexchange.train.buckets.rounds import (
     FROZEN,
     LATE,
     PHASE,
+    Arrival,
     RoundReport,
     RoundSummary,
     exchange_reports,
 )
 from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients, publish_gradients
 from statexchange.train.malloc_tuning import trim_malloc
-from statexchange.train.parameter_specs import local_part
+from statexchange.train.parameters import local_part
 from statexchange.train.reducers import operation
 
 __all__ = ["BucketAverager"]

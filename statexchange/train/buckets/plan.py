@@ -19,7 +19,6 @@ from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
 from statexchange.train.comparison import shortened
-from statexchange.train.parameter_specs import ParameterSpec
 
 __all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
 
@@ -67,7 +66,7 @@ class BucketPlan:
 
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
-        split = split_buckets([view.spec for view in views], self._options.bucket_bytes)
+        split = split_buckets(views, self._options.bucket_bytes)
         # The last tensor of a bucket is the last that arrives, and fills it.
         split.sort(key=operator.itemgetter(-1))
         groups = []
@@ -82,12 +81,13 @@ class BucketPlan:
         """
         new: list[Bucket] = []
         # Runs, and not all groups of one dtype: the order of buckets is that in which they fill.
-        for (dtype, device), run in itertools.groupby(groups, lambda views: (views[0].dtype, views[0].device)):
+        for _, run in itertools.groupby(groups, lambda views: views[0].kind):
             alike = list(run)
+            first = alike[0][0]
             numels = []
             for views in alike:
                 numels.append(sum(view.shape.numel() for view in views))
-            for views, flat in zip(alike, self._allocate(numels, dtype, device), strict=True):
+            for views, flat in zip(alike, self._allocate(numels, first.dtype, first.device), strict=True):
                 new.append(Bucket(views, flat))
         self._set([*self.buckets, *new])
         return new
@@ -142,21 +142,21 @@ class BucketPlan:
         return f"bucket {self.buckets.index(bucket)}: {shortened([view.name for view in bucket.views])}"
 
 
-def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[int]]:
-    """Return the numbers of the tensors in each bucket: of one dtype and device, in the order of dtypes, then as given.
+def split_buckets(views: Sequence[BucketView], bucket_bytes: int) -> list[list[int]]:
+    """Return the numbers of the views in each bucket: of one kind, in the order of kinds, then as given.
 
-    Not collective. A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it
-    begins another. Tensors of 6, 6 and 2 MB give ``[[0, 1], [2]]`` with buckets of 10 MB.
+    Not collective. A parameter joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it
+    begins another. Parameters of 6, 6 and 2 MB give ``[[0, 1], [2]]`` with buckets of 10 MB.
     """
     by_kind: dict[tuple[str, str], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
+    for number, view in enumerate(views):
+        by_kind.setdefault(view.kind, []).append(number)
     buckets = []
     for kind in sorted(by_kind):
         running: list[int] = []
         size = 0
         for number in by_kind[kind]:
-            nbytes = tensors[number].nbytes
+            nbytes = views[number].nbytes
             if running and abs(size + nbytes - bucket_bytes) > abs(size - bucket_bytes):
                 buckets.append(running)
                 running, size = [], 0
@@ -183,7 +183,7 @@ def explicit_groups(buckets: Sequence[Sequence[str]], views: Sequence[BucketView
             if name not in unused:
                 raise InvalidArgumentError("this parameter is in two buckets", name=name)
             group.append(unused.pop(name))
-        kinds = {(view.dtype, view.device) for view in group}
+        kinds = {view.kind for view in group}
         if len(kinds) != 1:
             raise InvalidArgumentError(
                 f"a bucket must have parameters of one dtype and device, not of {len(kinds)} kinds"

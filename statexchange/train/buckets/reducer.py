@@ -5,8 +5,8 @@ Terms. A *plan* puts parameters into buckets and orders these. A *round* is one 
 
 A round, on every rank:
 
-1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). A gradient has arrived if the hook
-   ran, not if ``grad is not None``: users keep or zero old gradients.
+1. Backward makes a gradient and a hook records its arrival (`GradientHooks`, `Arrival`). A gradient has arrived if the
+   hook ran, not if ``grad is not None``: users keep or zero old gradients.
 2. The gradient is copied into its bucket (`averager`). `.grad` becomes a view of the bucket, so nothing is copied back.
 3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
    that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
@@ -38,36 +38,122 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
-from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.averager import BucketAverager
-from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ReducerOptions, check_names
 from statexchange.train.buckets.plan import BucketPlan, explicit_groups
-from statexchange.train.buckets.views import BucketView
+from statexchange.train.buckets.rounds import Arrival
+from statexchange.train.buckets.views import BucketView, views_of
 from statexchange.train.comparison import compare
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
-from statexchange.train.parameter_specs import Source, named_parameters, specs_of
+from statexchange.train.parameters import Source, named_parameters
 from statexchange.train.reducers import Reducer
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["BucketReducer"]
+__all__ = ["BucketReducer", "GradientHooks", "average_gradients"]
 
 # The number of the next reducer of a communicator. Ranks compare it: else those that make two reducers in different
 # orders, over parameters of the same names, would average one's gradients with the other's.
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
+
+_owners = WeakTensorKeyDictionary()  # a parameter's GradientHooks, as a weak reference
+
+
+class GradientHooks:
+    """Calls the method `arrived` with a parameter's number, and the one given to `watch` at the end of the backward.
+
+    Both are bound methods and are referred to weakly, so that hooks on long-lived parameters keep no reducer alive:
+    when its object is gone they do nothing. A parameter has the hooks of one owner at a time.
+    """
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self._arrived = weakref.WeakMethod(arrived)
+        self._ended: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
+        self._in_backward = False
+        self._handles: list[Any] = []
+        self._views: list[BucketView] = []
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call the method `ended` at the end of each backward from now on."""
+        self._ended = weakref.WeakMethod(ended)
+
+    @staticmethod
+    def check_free(views: Sequence[BucketView]) -> None:
+        """Raise InvalidArgumentError if another owner has hooks on one of the parameters."""
+        for view in views:
+            # An owner that was dropped without `remove` is still listed, but its reference is dead.
+            owner = _owners.get(view.param)  # type: ignore[no-untyped-call]
+            if owner is not None and owner() is not None:
+                raise InvalidArgumentError("another reducer has this parameter: close() it first", name=view.name)
+
+    def attach(self, views: Sequence[BucketView]) -> None:
+        """Put a hook on each parameter, frozen ones included: they may be unfrozen later."""
+        this = weakref.ref(self)
+        for view in views:
+            _owners[view.param] = this
+            is_frozen = not view.param.requires_grad
+            view.param.requires_grad_(True)  # torch refuses a hook otherwise, but keeps it when this is undone
+            hook = _hook(this, view.index)
+            self._handles.append(view.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            view.param.requires_grad_(not is_frozen)
+        self._views.extend(views)
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters. May be called more than once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for view in self._views:
+            if _owners.get(view.param) == weakref.ref(self):  # type: ignore[no-untyped-call]
+                del _owners[view.param]
+        self._views.clear()
+
+    def forget_backward(self) -> None:
+        """Treat the next gradient as the first of a backward: a backward that raised does not report its end."""
+        self._in_backward = False
+
+    def _gradient_accumulated(self, index: int) -> None:
+        with self._lock:
+            # Autograd calls it once, at the end of this backward. The first gradient of the next one queues it again.
+            if self._ended is not None and not self._in_backward:
+                self._in_backward = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
+            arrived = self._arrived()
+            if arrived is not None:
+                arrived(index)
+
+    def _backward_ended(self) -> None:
+        self._in_backward = False
+        assert self._ended is not None  # else this would not have been queued
+        ended = self._ended()
+        if ended is not None:
+            ended()
+
+
+def _hook(owner: weakref.ref[GradientHooks], index: int) -> Callable[[torch.Tensor], None]:
+    """Return a hook that keeps nothing alive: it stays on the parameter, which may outlive the reducer."""
+
+    def hook(_: torch.Tensor) -> None:
+        alive = owner()
+        if alive is not None:
+            alive._gradient_accumulated(index)  # noqa: SLF001 (the class's own callback)
+
+    return hook
 
 
 class BucketReducer(Reducer):
@@ -194,20 +280,18 @@ class BucketReducer(Reducer):
         with self.comm.checking("BucketReducer"):
             options = self._options
             options.check()
-            named = named_parameters(self._source)
-            specs = specs_of(named)
-            self._views = list(map(BucketView, itertools.count(), specs, named.values()))
+            self._views = views_of(named_parameters(self._source))
             self._index = {id(view.param): view.index for view in self._views}
             groups = explicit_groups(options.buckets or (), self._views)
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
-        digest = compare(self.comm, about, (spec.entry for spec in specs))
+        digest = compare(self.comm, about, (view.entry for view in self._views))
         # Before backward makes the first gradients whose memory is to be used again.
         raise_malloc_thresholds()
         overlaps = options.overlap
         if overlaps is None:
-            overlaps = self._may_overlap(is_on_host=all(spec.device.startswith("cpu") for spec in specs))
+            overlaps = self._may_overlap(is_on_host=all(view.device.type == "cpu" for view in self._views))
         self._plan = BucketPlan(self.comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self.comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
@@ -379,3 +463,39 @@ class BucketReducer(Reducer):
             if weight != 1 and not self._options.is_delayed:
                 raise InvalidArgumentError("a weight needs overlap=False: what was sent has weight 1", found=weight)
         return weight
+
+
+@public_call("average_gradients")
+def average_gradients(module: Source, comm: CommLike | None = None) -> None:
+    """Replace the gradients of `module` by their averages over ranks.
+
+    Collective. Blocks until all ranks have called. It is one round of a BucketReducer: see there for gradients
+    that are sparse, or missing on some ranks.
+
+    Args:
+        module: a module, or parameters with or without names, or a list of modules.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+
+    Raises:
+        MismatchError: parameters differ between ranks; the first that differs is named.
+        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        InvalidArgumentError: a parameter belongs to a reducer, which averages its gradient.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> sx.average_gradients(model)
+        >>> model.weight.grad
+        tensor([[4., 4.]])
+    """
+    reducer = BucketReducer(module, comm)
+    try:
+        # Its hooks have seen no backward: every gradient that is there counts as one that arrived.
+        for parameter in reducer.parameters.values():
+            if parameter.grad is not None:
+                reducer.add(parameter)
+        reducer.finalize()
+    finally:
+        reducer.close()

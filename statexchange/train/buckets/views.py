@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from statexchange.comm.work import Work
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.tensors import is_dtensor
-from statexchange.train.parameter_specs import ParameterSpec, local_part
+from statexchange.train.comparison import Entry
+from statexchange.train.parameters import local_part
 
-__all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
+__all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients", "views_of"]
 
 
 class BucketView:
@@ -20,18 +21,21 @@ class BucketView:
 
     `local` is a part of the bucket's memory, with the parameter's shape and strides. `grad` is the same memory as a
     gradient: a DTensor if the parameter is one.
+
+    `kind` is the name of the dtype, and the device as a type and a count of this rank's devices, as "cuda 0": torch's
+    own indices may differ between ranks. All parameters of a bucket have one kind.
     """
 
-    def __init__(self, index: int, spec: ParameterSpec, param: torch.Tensor) -> None:
-        local = local_part(param, spec.name).detach()
+    def __init__(self, index: int, name: str, param: torch.Tensor, device: str) -> None:
+        local = local_part(param, name).detach()
         self.index = index
-        self.spec = spec
-        self.name = spec.name
+        self.name = name
         self.param = param
         self.is_plain = not is_dtensor(param)
         self.dtype = local.dtype
         self.shape = local.shape
         self.nbytes = local.nbytes
+        self.kind = str(local.dtype).removeprefix("torch."), device
         # Those of a dense tensor, also where the parameter's memory has gaps; channels_last stays.
         self.strides = torch.empty_like(local, device="meta").stride()
         self.bucket: Bucket | None = None
@@ -41,6 +45,12 @@ class BucketView:
     def device(self) -> torch.device:
         """The device of the parameter."""
         return local_part(self.param, self.name).device
+
+    @property
+    def entry(self) -> Entry:
+        """What ranks compare of the parameter."""
+        dtype, device = self.kind
+        return Entry(self.name, f"{dtype}{list(self.shape)} {device}")
 
     def place(self, bucket: Bucket, begin: int) -> None:
         """Make this a view of `bucket` from element `begin` on."""
@@ -70,6 +80,30 @@ class BucketView:
         entries = local.coalesce()
         dense = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
         return dense.index_put_(tuple(entries.indices()), entries.values())
+
+
+def views_of(named: Mapping[str, torch.Tensor]) -> list[BucketView]:
+    """Return a view of each parameter, which has no bucket yet. Not collective.
+
+    Raises:
+        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        InvalidArgumentError: a tensor is no leaf of the graph.
+    """
+    devices: dict[torch.device, str] = {}
+    views: list[BucketView] = []
+    for name, parameter in named.items():
+        # First, as a lazy parameter raises an error of torch's where it is asked for its shape.
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
+        if parameter.is_meta:
+            raise UnsupportedError("a meta tensor has no memory: materialise it first", name=name)
+        if not parameter.is_leaf:
+            raise InvalidArgumentError("this tensor is no leaf of autograd's graph, and gets no gradient", name=name)
+        # Counted as they come: a rank's GPU may be cuda:0, and another rank's cuda:1.
+        device = local_part(parameter, name).device
+        text = devices.setdefault(device, f"{device.type} {len(devices)}")
+        views.append(BucketView(len(views), name, parameter, text))
+    return views
 
 
 class Bucket:

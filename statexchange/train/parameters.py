@@ -1,53 +1,21 @@
-"""Parameter specs: names, dtypes, shapes and devices, which ranks compare before they reduce gradients."""
+"""The parameters that a caller gives, by name, and the part of each that this rank has."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor, replicated_part
-from statexchange.train.comparison import Entry
 
-__all__ = [
-    "ParameterSpec",
-    "Source",
-    "local_part",
-    "named_parameters",
-    "specs_of",
-]
+__all__ = ["Source", "local_part", "named_parameters"]
 
 # Parameters as callers give them: a module, a mapping of names, parameters, (name, parameter) pairs, or modules.
 Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """A parameter's name, dtype, shape and device.
-
-    `device` is a type and a count of this rank's devices, as "cuda 0": torch's own indices may differ between ranks.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    device: str = "cpu 0"
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
-
-    @property
-    def entry(self) -> Entry:
-        """What ranks compare of the parameter."""
-        return Entry(self.name, f"{self.dtype}{list(self.shape)} {self.device}")
 
 
 def named_parameters(source: Source) -> dict[str, torch.Tensor]:
@@ -101,27 +69,3 @@ def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return tensor
     advice = "what sharded it, such as FSDP, reduces its gradients: give only replicated parameters"
     return replicated_part(tensor, name, advice)
-
-
-def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
-    """Return the specs of parameters. Not collective.
-
-    Raises:
-        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
-        InvalidArgumentError: a tensor is no leaf of the graph.
-    """
-    devices: dict[torch.device, str] = {}
-    specs = []
-    for name, parameter in named.items():
-        # First, as a lazy parameter raises an error of torch's where it is asked for its shape.
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
-        if parameter.is_meta:
-            raise UnsupportedError("a meta tensor has no memory: materialise it first", name=name)
-        if not parameter.is_leaf:
-            raise InvalidArgumentError("this tensor is no leaf of autograd's graph, and gets no gradient", name=name)
-        local = local_part(parameter, name)
-        # Counted as they come: a rank's GPU may be cuda:0, and another rank's cuda:1.
-        device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
-        specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))
-    return specs
