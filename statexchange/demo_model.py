@@ -1,27 +1,25 @@
-"""A small Llama-style byte model for the demo: the model, its data, its training and its parallel form.
+"""A small Llama-style byte model for the demo: the model, its data and its parallel form.
 
 The parameter names are those of transformers' LlamaForCausalLM, so other tools load the exported checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
+import os
 from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -33,11 +31,10 @@ __all__ = [
     "byte_tokens",
     "corpus_tokens",
     "generate",
-    "huggingface_config",
     "learning_rate",
-    "new_optimizer",
+    "mesh_shape",
     "shard_model",
-    "train",
+    "write_config",
 ]
 
 _SEED = 20
@@ -69,10 +66,10 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def huggingface_config(config: LlamaConfig) -> dict[str, object]:
-    """Return the content of the `config.json` with which transformers builds the same model. Not collective."""
-    sizes = asdict(config)
-    return {
+def write_config(directory: str) -> None:
+    """Write the config.json with which transformers builds the same model. Not collective."""
+    sizes = asdict(LlamaConfig())
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
@@ -83,6 +80,8 @@ def huggingface_config(config: LlamaConfig) -> dict[str, object]:
         "rope_parameters": {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")},
         **sizes,
     }
+    with open(os.path.join(directory, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -181,6 +180,12 @@ class Llama(nn.Module):
         return self.lm_head(self.model(tokens)).clone()  # type: ignore[no-any-return]
 
 
+def mesh_shape(world_size: int) -> tuple[int, int]:
+    """Return the (data parallel, tensor parallel) ranks of a job. Not collective."""
+    tensor_parallel = 2 if world_size % 2 == 0 else 1
+    return world_size // tensor_parallel, tensor_parallel
+
+
 def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
     """Return the model, sharded on a ("dp", "tp") mesh: tensor parallel within "tp", FSDP2 over "dp".
 
@@ -233,48 +238,6 @@ def learning_rate(step: int, steps: int) -> float:
     """Return the learning rate of a step: a short warm-up, then half a cosine down to a tenth. Not collective."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return _PEAK_LR * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-
-def new_optimizer(model: Llama) -> torch.optim.Optimizer:
-    """AdamW over the model's parameters. Not collective."""
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-
-
-def train(
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh,
-    steps: range,
-    total_steps: int,
-    on_step: Callable[[int, float, float], None],
-) -> None:
-    """Train on `corpus_tokens()`; `on_step(step, mean loss, seconds)` follows each step, counted from 0.
-
-    Collective over `mesh`: blocks on each step's exchanges. Each step trains on the same sequences on any mesh of up to
-    `DATA_PARALLEL` data parallel ranks, so a job that resumes on another one follows the same curve.
-    """
-    corpus = corpus_tokens()
-    size, rank = mesh["dp"].size(), mesh.get_local_rank("dp")
-    parts = range(rank, max(size, DATA_PARALLEL), size)
-    for step in steps:
-        began = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = learning_rate(step, total_steps)
-        loss = _step(model, optimizer, [batch(corpus, step, part) for part in parts])
-        on_step(step, loss, time.perf_counter() - began)
-
-
-def _step(model: Llama, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> float:
-    mean = torch.zeros(())
-    for tokens, targets in batches:
-        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / len(batches)
-        loss.backward()  # type: ignore[no-untyped-call]
-        mean += loss.detach()
-    optimizer.step()
-    optimizer.zero_grad()
-    # Tensor parallel peers have equal losses, so that the mean over all ranks is that over the data parallel ones.
-    mean /= dist.get_world_size()
-    dist.all_reduce(mean)
-    return mean.item()
 
 
 @torch.no_grad()

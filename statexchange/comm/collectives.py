@@ -90,6 +90,11 @@ def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
     return max(-(-low // size), -_INT64_MAX - 1), min(high // size, _INT64_MAX)
 
 
+def _is_moved(backend: Backend, tensor: torch.Tensor) -> bool:
+    """Whether a backend is called for a tensor: for an empty one only if the ranks compare their calls in it."""
+    return tensor.numel() > 0 or backend.enters_itself
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """The reduction of one dtype by one op on one backend. Made by `of`, which refuses what cannot be right."""
@@ -146,6 +151,8 @@ class Reduction:
 
     def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place. Collective."""
+        if not _is_moved(backend, tensor):
+            return
         if self.native:
             backend.all_reduce(tensor, self.op, self.finish, wait)
         else:
@@ -153,6 +160,8 @@ class Reduction:
 
     def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
+        if not _is_moved(backend, tensor):
+            return
         if self.native:
             backend.reduce(tensor, self.op, root, self.finish, wait)
             return
@@ -162,6 +171,8 @@ class Reduction:
 
     def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Write this rank's part of the reduction into `into`. Collective."""
+        if not _is_moved(backend, tensor):
+            return
         if self.native:
             backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
         else:
@@ -538,7 +549,8 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
 
     def body(wait: Wait) -> TensorT:
         moved = flat if is_root else target
-        backend.broadcast(moved.bytes, root, wait)
+        if _is_moved(backend, moved.data):
+            backend.broadcast(moved.bytes, root, wait)
         if is_root and target is flat:
             return tensor
         return target.finish_with(moved.data)
@@ -577,9 +589,9 @@ def gather(
     def body(wait: Wait) -> list[TensorKindT]:
         numel = flat.data.numel() * route.world_size * has_result
         gathered = flat.data.new_empty(numel)
-        if root is None:
+        if root is None and _is_moved(backend, flat.data):
             backend.all_gather(flat.bytes, gathered.view(torch.uint8), wait)
-        else:
+        elif root is not None:
             # Each rank sends its part to root and nothing to the others; root alone receives.
             nbytes = flat.bytes.numel()
             sent = [0] * route.world_size
@@ -772,6 +784,8 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         if different_note is not None:
             raise MismatchError(f"ranks are in different calls: {note}; {different_note}")
         assert flat is not None
+        if not flat.data.numel():
+            return tensor
         if verb == "send":
             mover.send(flat.bytes, peer, _DATA, wait)
             return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from statexchange import values
@@ -215,6 +216,7 @@ def _decoded_trees(
     """
     path = source.path
     leaves = _TreeLeaves(tensors, path)
+    decode = partial(values.decode_parsed, types=types, leaves=leaves, unknown=unknown)
     trees: dict[int, object] = {}
     decoded: set[str] = set()
     # As many trees as ranks, most of them equal: decoding one takes as long as reading all its tensors' headers.
@@ -222,7 +224,7 @@ def _decoded_trees(
         text = source.configs[rank]
         if text not in decoded:
             decoded.add(text)
-            trees[rank] = decode_stored(text, path, source.budget, types=types, leaves=leaves, unknown=unknown)
+            trees[rank] = decode_stored(text, path, source.budget, decode)
     return trees
 
 

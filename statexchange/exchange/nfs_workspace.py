@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from statexchange import values
 from statexchange.comm import defaults
@@ -216,7 +217,8 @@ def _read(view: WorkspaceView, name: RankName) -> tuple[Leaf, dict[str, Leaf]]:
     for tensor_name, shard in file.shards.items():
         weights[tensor_name] = from_bytes(file.read(tensor_name), shard.dtype, shard.local_shape)
     leaves = _NoTensors(name.rank, file.path)
-    return decode_stored(file.config, file.path, file.file.budget, leaves=leaves), weights
+    decode = partial(values.decode_parsed, leaves=leaves)
+    return decode_stored(file.config, file.path, file.file.budget, decode), weights
 
 
 class _NoTensors(dict[str, object]):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from statexchange.storage.location import plain_stored
+from statexchange.storage.location import decode_stored
+from statexchange.values import to_plain
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -71,7 +72,7 @@ class ConfigComparison:
 
 def config_facts(text: str, path: str, budget: Budget) -> ConfigFacts:
     """Return the facts of a config in a file at `path`; raise CorruptError for a broken one."""
-    config = plain_stored(text, path, budget)
+    config = decode_stored(text, path, budget, to_plain)
     if not isinstance(config, dict):
         return ConfigFacts(None, None)
     name = config.get("__name__")
@@ -91,7 +92,10 @@ def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:
     for rank, text in sorted(source.configs.items()):
         ranks.setdefault(text, []).append(rank)
     # Thousands of ranks mostly have one text, which is parsed once.
-    return {tuple(of_text): plain_stored(text, source.path, source.budget) for text, of_text in ranks.items()}
+    configs = {}
+    for text, of_text in ranks.items():
+        configs[tuple(of_text)] = decode_stored(text, source.path, source.budget, to_plain)
+    return configs
 
 
 def plain_entries(source: Source) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def plain_entries(source: Source) -> dict[str, Any]:
     entries = {}
     for name, text in source.texts.items():
         if name in source.others:
-            entries[name] = plain_stored(text, source.path, source.budget)
+            entries[name] = decode_stored(text, source.path, source.budget, to_plain)
     return entries
 
 

@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
@@ -71,8 +73,7 @@ __all__ = [
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # flags of renameat2(2)
-# Parts up to the first size are joined, and written when they have the second one together.
-_SMALL_BYTES, _JOINED_BYTES = 16 << 10, 256 << 10
+_JOINED_BYTES = 32 << 10  # of smaller parts, which are written together: a copy takes less than a write
 _CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
 # Errors of link(2) and symlink(2) on file systems without such links.
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
@@ -129,9 +130,8 @@ def new_file(
     *,
     path: str,
     mode: int = 0o600,
-    begin: int = 0,
     overwrite: bool = False,
-) -> Iterator[NewFile]:
+) -> Iterator[io.BufferedIOBase]:
     """Yield a new file to be written, whose name appears after the block: when all `nbytes` are written and durable.
 
     Args:
@@ -140,7 +140,6 @@ def new_file(
         nbytes: size of the whole file.
         path: full path for messages.
         mode: permissions of the file.
-        begin: size of the header, which `NewFile.write_header` writes.
         overwrite: replace a file of this name, which keeps its content until the new one is complete.
 
     Raises:
@@ -152,9 +151,13 @@ def new_file(
     try:
         # Closed before the link: the close may report a full quota or a lost server.
         with closing(fd, path):
-            file = NewFile(fd, begin, nbytes, path)
-            yield file
-            file.finish()
+            # Reserved first: a full disk is then an error before any write.
+            make_room(fd, nbytes, path)
+            # Closed after an error, too: the buffer may not be written once the descriptor's number is another file's.
+            with _Unbuffered(fd, path) as unbuffered:
+                file = io.BufferedWriter(unbuffered, _JOINED_BYTES)
+                yield file
+                file.flush()
             sync_file(fd, path)
         if overwrite:
             rename_entry(temporary, name, dir_fd=dir_fd, path=path, overwrite=True)
@@ -175,49 +178,18 @@ def new_file(
         raise
 
 
-class NewFile:
-    """A file under construction, whose space is reserved first: a full disk is then an error before any write."""
+class _Unbuffered(io.FileIO):
+    """A file under construction, of which `pwrite_all` writes all, and reports what fails."""
 
-    def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
-        make_room(fd, nbytes, path)
-        self._fd = fd
-        self._nbytes = nbytes
+    def __init__(self, fd: int, path: str) -> None:
+        super().__init__(fd, "wb", closefd=False)
         self._path = path
-        self._at = begin  # where the bytes in the buffer go
-        self._buffer = memoryview(bytearray(min(_JOINED_BYTES, nbytes - begin)))
-        self._filled = 0
 
-    def write(self, part: Buffer) -> None:
-        """Append a part to the bytes after the header; small parts are joined, as a copy takes less than a write."""
-        view = memoryview(part)
-        nbytes = view.nbytes
-        if nbytes > min(_SMALL_BYTES, len(self._buffer)):
-            self._flush()  # first, as parts lie in the order in which they were given
-            pwrite_all(self._fd, view.cast("B"), self._at, self._path)
-            self._at += nbytes
-            return
-        if self._filled + nbytes > len(self._buffer):
-            self._flush()
-        # An empty view of several dims cannot be cast.
-        if nbytes:
-            self._buffer[self._filled : self._filled + nbytes] = view.cast("B")
-            self._filled += nbytes
-
-    def write_header(self, header: Buffer) -> None:
-        """Write the bytes before all parts. After the parts: until then the file is no tensor file."""
-        self._flush()
-        pwrite_all(self._fd, header, 0, self._path)
-
-    def finish(self) -> None:
-        """Write what is still in the buffer; the file is then complete."""
-        self._flush()
-        assert self._at == self._nbytes, (self._at, self._nbytes)
-
-    def _flush(self) -> None:
-        if self._filled:
-            pwrite_all(self._fd, self._buffer[: self._filled], self._at, self._path)
-            self._at += self._filled
-            self._filled = 0
+    def write(self, data: Any) -> int:
+        begin, nbytes = self.tell(), len(data)
+        pwrite_all(self.fileno(), data, begin, self._path)
+        self.seek(begin + nbytes)
+        return nbytes
 
 
 def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:

@@ -55,7 +55,6 @@ __all__ = [
     "open_path",
     "parse_json",
     "parse_stored",
-    "plain_stored",
     "read_json",
     "read_option_file",
     "read_with_retry",
@@ -424,33 +423,15 @@ def parse_stored(text: str | bytes, path: str, budget: Budget) -> object:
     return parse_json(text, path, budget, max_depth=_JSON_PER_LEVEL * (values.MAX_DEPTH + 1))
 
 
-def decode_stored(
-    text: str,
-    path: str,
-    budget: Budget,
-    *,
-    types: Mapping[str, type] | None = None,
-    leaves: Mapping[str, object] | None = None,
-    unknown: list[values.UnknownValue] | None = None,
-) -> Any:
-    """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+def decode_stored(text: str, path: str, budget: Budget, decode: Callable[[object], T]) -> T:
+    """Return what `decode`, one of `values`, makes of text from a file, once it is parsed.
+
+    Raises CorruptError for text that `values.encode` cannot write.
+    """
     parsed = parse_stored(text, path, budget)
     try:
-        return values.decode_parsed(parsed, types=types, leaves=leaves, unknown=unknown)
+        return decode(parsed)
     except StateExchangeError:
         raise
     except ValueError as error:
-        raise _broken_config(error, path) from None
-
-
-def plain_stored(text: str, path: str, budget: Budget) -> Any:
-    """Return `values.to_plain` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
-    parsed = parse_stored(text, path, budget)
-    try:
-        return values.to_plain(parsed)
-    except ValueError as error:
-        raise _broken_config(error, path) from None
-
-
-def _broken_config(error: ValueError, path: str) -> CorruptError:
-    return CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path)
+        raise CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path) from None

@@ -57,12 +57,16 @@ def write_tensor_file(
     """
     ordered = _in_file_order(shards)
     header = _RankHeader(ordered, metadata)
-    nbytes, begin = header.file_nbytes, header.nbytes
-    with new_file(dir_fd, name, nbytes, path=path, mode=mode, begin=begin) as file:
+    nbytes = header.file_nbytes
+    with new_file(dir_fd, name, nbytes, path=path, mode=mode) as file:
+        file.seek(header.nbytes)
         # The tensors are read once: each part is digested, and written.
         digests = _digests(ordered, progress, write_part=file.write)
+        assert file.tell() == nbytes, (file.tell(), nbytes)
         first_bytes = header.with_digests(digests)
-        file.write_header(first_bytes)
+        # Last: until then the file is no tensor file.
+        file.seek(0)
+        file.write(first_bytes)
     return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
 
 

@@ -1,7 +1,7 @@
 """Small files of a directory, or small objects below a URL, which several hosts write and read: runs, leases, marks.
 
 Readers open the directory anew for each look: then a client of NFS asks the server for its attributes, and an object
-store is consistent anyway. Writers create exclusively, or replace the whole file.
+store is consistent anyway. Writers replace the whole file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 
-from statexchange.errors import NotFoundError, StorageError
+from statexchange.errors import NotFoundError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
@@ -56,12 +56,8 @@ class Records(ABC):
         """Remove the directory, which has no file; it may be absent."""
 
     @abstractmethod
-    def create(self, name: str, data: bytes = b"") -> None:
-        """Write a file; raise TargetExistsError if the name exists, NotFoundError if the directory does not."""
-
-    @abstractmethod
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file, whether the name exists or not."""
+    def write(self, name: str, data: bytes = b"") -> None:
+        """Write a file, whether the name exists or not; raise NotFoundError if the directory does not."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -72,9 +68,11 @@ class Records(ABC):
         with open_path(self.path) as opened:
             return opened.store.read_small(name, _MOST_BYTES)
 
-    @abstractmethod
     def modified(self, name: str) -> float | None:
         """Return when a file was written; None if it is gone, or if the store does not say."""
+        with contextlib.suppress(NotFoundError), open_path(self.path) as opened:
+            return opened.store.open(name).modified
+        return None
 
     def age(self, name: str, now: float) -> float:
         """Return how many seconds ago a file was written; 0 if it is gone, or if the store does not say."""
@@ -98,30 +96,15 @@ class _FileRecords(Records):
     def make(self) -> None:
         files.make_path(self.path, _DIRECTORY_MODE)
 
-    def create(self, name: str, data: bytes = b"") -> None:
-        self._write(name, data, overwrite=False)
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._write(name, data, overwrite=True)
-
-    def _write(self, name: str, data: bytes, *, overwrite: bool) -> None:
+    def write(self, name: str, data: bytes = b"") -> None:
         with files.directory(self.path) as dir_fd:
-            write_new(dir_fd, name, data, path=f"{self.path}/{name}", mode=_MODE, overwrite=overwrite)
+            write_new(dir_fd, name, data, path=f"{self.path}/{name}", mode=_MODE, overwrite=True)
             # Readers of other hosts learn of a run, a lease or a mark from the listing alone.
             invalidate_listings(dir_fd, path=self.path)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
             files.remove_file(name, f"{self.path}/{name}", dir_fd)
-
-    def modified(self, name: str) -> float | None:
-        path = f"{self.path}/{name}"
-        try:
-            return os.stat(path).st_mtime
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StorageError.of(error, "look up", path=path) from error
 
     def now(self) -> float:
         # Without a time of its own, utime lets the server of a network file system take its clock's.
@@ -148,10 +131,7 @@ class _ObjectRecords(Records):
         super().__init__(path)
         self._objects = Objects(path)
 
-    def create(self, name: str, data: bytes = b"") -> None:
-        self._objects.put(name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes = b"") -> None:
         self._objects.put(name, data, overwrite=True)
 
     def remove(self, name: str) -> None:
@@ -160,14 +140,9 @@ class _ObjectRecords(Records):
         if version is not None:
             self._objects.remove(name, version)
 
-    def modified(self, name: str) -> float | None:
-        with contextlib.suppress(NotFoundError):
-            return self._objects.store().open(name).modified
-        return None
-
     def now(self) -> float:
         try:
-            self.replace(_CLOCK, b"")
+            self.write(_CLOCK)
         except OSError:
             return time.time()
         return self.modified(_CLOCK) or time.time()

@@ -149,7 +149,7 @@ def begin_run(path: str) -> str:
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
         records_at(f"{path}/{below}").make()
     last = max((int(name.partition("-")[0]) for name in _runs(path).values()), default=0)
-    records_at(f"{path}/{_RUNS}").replace(f"{last + 1:06d}-{run}", b"")
+    records_at(f"{path}/{_RUNS}").write(f"{last + 1:06d}-{run}")
     return run
 
 
@@ -197,7 +197,7 @@ def holds_versions(path: str | os.PathLike[str]) -> bool:
 
 def set_latest(path: str, run: str, number: int) -> None:
     """Let ``latest`` name a version. Root only; after the version has been published."""
-    records_at(f"{path}/{run}").replace(_LATEST, f"{run}/{version_name(number)}".encode())
+    records_at(f"{path}/{run}").write(_LATEST, f"{run}/{version_name(number)}".encode())
 
 
 # Leases and removal
@@ -240,8 +240,7 @@ class Lease:
     def _created(self) -> bool:
         """Write the lease; return False if this reader has no permission to write, or if the run is gone."""
         try:
-            # Replaced, though its name is random: a client that repeats a request would find that the name exists.
-            records_at(self._folder).replace(self._name, self._data)
+            records_at(self._folder).write(self._name, self._data)
         except (NotFoundError, UnsupportedError):
             return False
         except StorageError as error:
@@ -257,7 +256,7 @@ class Lease:
             # Not while it is removed: a lease that is written then would be there again.
             with self._lock, contextlib.suppress(OSError):
                 if not self._ended.is_set():
-                    records_at(self._folder).replace(self._name, self._data)
+                    records_at(self._folder).write(self._name, self._data)
 
     def end(self) -> None:
         """Give the lease back."""
@@ -306,8 +305,7 @@ def retire(path: str, run: str, numbers: Iterable[int]) -> None:
     """Mark versions of a run as retired: no reader of ours begins to read them. Root only."""
     folder = f"{path}/{run}/{_LEASES}"
     for number in numbers:
-        with contextlib.suppress(TargetExistsError):
-            records_at(folder).create(_MARKS.name(number))
+        records_at(folder).write(_MARKS.name(number))
 
 
 def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import io
 import json
 import os
@@ -242,7 +243,8 @@ class _Readers:
         elif kind == b"v":
             written = text.decode(errors="replace")
             leaves: dict[str, str] = collections.defaultdict(str)
-            self._try(lambda: self._json.decode_stored(written, "x", self._budget("x"), leaves=leaves))
+            decode = functools.partial(self._json.values.decode_parsed, leaves=leaves)
+            self._try(lambda: self._json.decode_stored(written, "x", self._budget("x"), decode))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":

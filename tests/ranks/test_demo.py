@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import HOME, page_block, run_commands
 
-from statexchange.demo import DemoReport, _mesh, _mismatches, run_demo
+from statexchange.demo import DemoReport, run_demo
 from statexchange.errors import MissingExtraError, TargetExistsError
 
 
@@ -112,6 +112,7 @@ def test_one_altered_bit_is_found(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from statexchange.demo_model import LlamaConfig, shard_model
+    from statexchange.demo_ranks import _mesh, _mismatches
 
     name = "model.layers.1.mlp.up_proj.weight"
     state = shard_model(LlamaConfig(num_hidden_layers=2), _mesh()).state_dict()

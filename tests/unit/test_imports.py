@@ -76,8 +76,8 @@ MAY_IMPORT = {
         "statexchange",
     },
 }
-MAY_IMPORT["demo"] |= {"demo_model"}
-MAY_IMPORT["demo_model"] = MAY_IMPORT["demo"]
+MAY_IMPORT["demo"] |= {"demo_model", "demo_ranks"}
+MAY_IMPORT["demo_model"] = MAY_IMPORT["demo_ranks"] = MAY_IMPORT["demo"]
 TORCH_FREE = {
     "cgroups",
     "errors",

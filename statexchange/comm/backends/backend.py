@@ -65,7 +65,8 @@ class Leaders:
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Return the `data` of every leader, uint8 and of one size on all. Collective over the leaders."""
         into = data.new_empty(len(self.counts) * data.numel())
-        self._backend.all_gather(data, into, self._wait)
+        if data.numel():
+            self._backend.all_gather(data, into, self._wait)
         return list(into.view(len(self.counts), -1))
 
 
@@ -78,7 +79,7 @@ class Backend(ABC):
 
     Tensors are one-dimensional and contiguous, of the same length and dtype on all ranks unless said otherwise, and on
     the device that `device_type` names; moves, such as `broadcast`, get them as uint8. Operations are "sum", "min",
-    "max" and "prod".
+    "max" and "prod". Only a backend that `enters_itself` gets empty tensors; all get them in `all_to_all`.
     """
 
     name: str

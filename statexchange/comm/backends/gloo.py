@@ -168,8 +168,7 @@ class GlooBackend(Backend):
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Broadcast by Gloo's tree. Collective."""
-        if data.numel():
-            self._complete(wait, lambda: self._broadcast(data, root, wait))
+        self._complete(wait, lambda: self._broadcast(data, root, wait))
 
     def _broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> Any:
         options = dist.BroadcastOptions()
@@ -178,8 +177,6 @@ class GlooBackend(Backend):
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather small parts in one step, large ones from each rank in turn: Gloo's own all-gather copies twice."""
-        if not data.numel():
-            return
         sizes = [data.numel()] * self.world_size
         if into.nbytes <= _SMALL_BYTES:
             # The data is repeated for each rank, which costs less than a second step while it is small.
@@ -201,13 +198,11 @@ class GlooBackend(Backend):
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send by Gloo. Not collective."""
-        if data.numel():
-            self._transfer(lambda: self._group.send([data], dst, tag), wait)
+        self._transfer(lambda: self._group.send([data], dst, tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive by Gloo. Not collective."""
-        if data.numel():
-            self._transfer(lambda: self._group.recv([data], src, tag), wait)
+        self._transfer(lambda: self._group.recv([data], src, tag), wait)
 
     def _transfer(self, post: Callable[[], NativeWork], wait: Wait) -> None:
         try:
@@ -244,8 +239,6 @@ class GlooBackend(Backend):
 
         Collective.
         """
-        if not tensor.numel():
-            return
         if tensor.nbytes * self.world_size <= _SMALL_BYTES:
             rows = tensor.new_empty(self.world_size * tensor.numel())
             self.all_gather(tensor.view(torch.uint8), rows.view(torch.uint8), wait)
@@ -284,8 +277,6 @@ class GlooBackend(Backend):
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Get this rank's part from all ranks, and reduce it. Collective."""
-        if not tensor.numel():
-            return
         # In blocks of columns, so that the copies of each are small whatever the size of the tensor.
         rows = tensor.view(self.world_size, -1)
         width = max(_BLOCK_BYTES // (tensor.itemsize * self.world_size), 1)

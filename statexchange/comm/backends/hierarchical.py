@@ -152,8 +152,6 @@ class HierarchicalBackend(Backend):
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce to the leader, between the leaders, and broadcast back. Collective."""
-        if not tensor.numel():
-            return
         steps = _Steps(self, wait)
         # Divided and scaled after the last sum: before it, each host's part would be rounded once more.
         steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
@@ -176,8 +174,6 @@ class HierarchicalBackend(Backend):
 
         Collective.
         """
-        if not data.numel():
-            return
         steps = _Steps(self, wait)
         root_node, root_place = self._place_of(root)
         # Whether root is on this host, but does not lead it
@@ -191,8 +187,6 @@ class HierarchicalBackend(Backend):
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather within each host, between the leaders, and broadcast to each host. Collective."""
-        if not data.numel():
-            return
         steps = _Steps(self, wait)
         of_host = data.new_empty(self.node.world_size * data.numel())
         of_host[: data.numel()] = data  # all of it, on a host of one rank, which makes no step there

@@ -239,7 +239,7 @@ class MPIBackend(Backend):
         typed = self._typed(tensor)
         if typed is None:
             super().all_reduce(tensor, op, finish, wait)
-        elif tensor.numel():
+        else:
             self._run(lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, typed, self._op(op)), tensor.nbytes, wait)
             finish(tensor)
 
@@ -248,7 +248,7 @@ class MPIBackend(Backend):
         typed = self._typed(tensor)
         if typed is None:
             super().reduce(tensor, op, root, finish, wait)
-        elif tensor.numel():
+        else:
             # Root alone reduces in place: the others only send, and have no receive buffer.
             sent, received = typed, None
             if self.rank == root:
@@ -263,7 +263,7 @@ class MPIBackend(Backend):
         typed, received = self._typed(tensor, into.numel()), self._typed(into)
         if typed is None:
             super().reduce_scatter(tensor, into, op, finish, wait)
-        elif tensor.numel():
+        else:
             self._run(lambda: self._comm.Ireduce_scatter_block(typed, received, self._op(op)), tensor.nbytes, wait)
             finish(into)
 
@@ -276,14 +276,12 @@ class MPIBackend(Backend):
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Call Ibcast. Collective."""
-        if data.numel():
-            self._run(lambda: self._comm.Ibcast(self._bytes(data), root), data.numel(), wait)
+        self._run(lambda: self._comm.Ibcast(self._bytes(data), root), data.numel(), wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Call Iallgather. Collective."""
-        if data.numel():
-            received = [into.numpy(), data.numel(), self._mpi.BYTE]
-            self._run(lambda: self._comm.Iallgather(self._bytes(data), received), into.numel(), wait)
+        received = [into.numpy(), data.numel(), self._mpi.BYTE]
+        self._run(lambda: self._comm.Iallgather(self._bytes(data), received), into.numel(), wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -295,13 +293,11 @@ class MPIBackend(Backend):
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Call Isend. Not collective."""
-        if data.numel():
-            self._run(lambda: self._comm.Isend(self._bytes(data), dst, tag), data.numel(), wait)
+        self._run(lambda: self._comm.Isend(self._bytes(data), dst, tag), data.numel(), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Call Irecv. Not collective."""
-        if data.numel():
-            self._run(lambda: self._comm.Irecv(self._bytes(data), src, tag), data.numel(), wait)
+        self._run(lambda: self._comm.Irecv(self._bytes(data), src, tag), data.numel(), wait)
 
     def close(self) -> None:
         """Do nothing: freeing an MPI communicator is collective, so it is left to MPI_Finalize."""

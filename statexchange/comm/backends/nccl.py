@@ -70,42 +70,35 @@ class NCCLBackend(Backend):
             # It is the current stream that waits, not this thread.
             post().wait()
 
-    # Tensors have one size on all ranks, so an empty one is skipped by all. Only in `all_to_all` sizes may differ.
-
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce by NCCL, in place. Collective."""
-        if tensor.numel():
-            options = reduce_options(dist.AllreduceOptions(), op)
-            self._run(lambda: self._group.allreduce([tensor], options), wait)
-            finish(tensor)
+        options = reduce_options(dist.AllreduceOptions(), op)
+        self._run(lambda: self._group.allreduce([tensor], options), wait)
+        finish(tensor)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce by NCCL, which writes on `root` only. Collective."""
-        if tensor.numel():
-            options = reduce_options(dist.ReduceOptions(), op)
-            options.rootRank, options.rootTensor = root, 0
-            self._run(lambda: self._group.reduce([tensor], options), wait)
-            if self.rank == root:
-                finish(tensor)
+        options = reduce_options(dist.ReduceOptions(), op)
+        options.rootRank, options.rootTensor = root, 0
+        self._run(lambda: self._group.reduce([tensor], options), wait)
+        if self.rank == root:
+            finish(tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce by NCCL. Collective."""
-        if tensor.numel():
-            options = reduce_options(dist.ReduceScatterOptions(), op)
-            self._run(lambda: self._group._reduce_scatter_base(into, tensor, options), wait)  # noqa: SLF001 (torch's)
-            finish(into)
+        options = reduce_options(dist.ReduceScatterOptions(), op)
+        self._run(lambda: self._group._reduce_scatter_base(into, tensor, options), wait)  # noqa: SLF001 (torch's)
+        finish(into)
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Broadcast by NCCL. Collective."""
-        if data.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._run(lambda: self._group.broadcast([data], options), wait)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._run(lambda: self._group.broadcast([data], options), wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather by NCCL. Collective."""
-        if data.numel():
-            self._run(lambda: self._group._allgather_base(into, data), wait)  # noqa: SLF001 (torch's)
+        self._run(lambda: self._group._allgather_base(into, data), wait)  # noqa: SLF001 (torch's)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -115,10 +108,8 @@ class NCCLBackend(Backend):
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send by NCCL, which keeps the order of all messages between two ranks and has no tags. Not collective."""
-        if data.numel():
-            self._run(lambda: self._group.send([data], dst, tag), wait)
+        self._run(lambda: self._group.send([data], dst, tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive by NCCL. Not collective."""
-        if data.numel():
-            self._run(lambda: self._group.recv([data], src, tag), wait)
+        self._run(lambda: self._group.recv([data], src, tag), wait)
