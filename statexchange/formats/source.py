@@ -563,7 +563,9 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
+        if isinstance(self.files, EvenFiles):
+            return set(self.specs).union(*map(attrgetter("tensors"), self.files_without_specs))
+        return set().union(*map(attrgetter("tensors"), self.files))
 
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:
