@@ -416,7 +416,7 @@ class PeerError(StateExchangeError, RuntimeError):
 
     Attributes:
         rank: the rank; -1 if the transport does not report it.
-        phase: what it was doing.
+        phase: the call in which it failed, or in which this rank waited for it.
         cause: its error.
         host: its host, if known.
     """

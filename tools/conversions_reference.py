@@ -20,7 +20,7 @@ HEAD = """# Conversions
 A conversion writes the names and values of another model family: `statexchange merge SOURCE PATH --convert NAME`, and
 `convert=NAME` of `merge_checkpoint`, `export_checkpoint` and `load_checkpoint`. It works box by box on shards of any
 layout, in the memory that a merge without it takes. `inverse:NAME` is the other direction. `FILE.json` in the place
-of a name is a conversion of one's own.
+of a name is a conversion of your own.
 
 Numbers, such as the number of heads, come from `--convert-with NAME=NUMBER` (`convert_with={"NAME": NUMBER}`), from a
 config.json (`--files-from`, beside the source, or of a model of transformers that is exported or loaded), or from the
@@ -31,7 +31,7 @@ after. A name without a rule is an error, unless it is excluded. Operations move
 `tools/conversions_reference.py` has written this page.
 """
 OWN = """
-## One's own
+## Your own
 
 `own.json`, whose parts are explained below:
 

@@ -19,7 +19,7 @@ class RandomState:
     loaded as an entry of the state, ``{"model": model, "random": RandomState()}``, it lets a resumed job draw the
     random numbers that it would have drawn without the interruption. Each rank saves its own generators, and gets them
     back on the same number of ranks. Another number is refused, as ranks would draw equal numbers: pass
-    ``exclude="random.*"`` to the load, and seed the ranks again.
+    ``exclude="random"`` to the load, and seed the ranks again.
 
     Only the current CUDA device's generator is saved, and only if the process has used CUDA. A load without CUDA
     ignores it.

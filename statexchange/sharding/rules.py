@@ -581,7 +581,7 @@ def place_parts(
             rules = layout_advice(first.name, [first.shape, part.shape])
             text = "no rule of one dim fits"
             if rules:
-                text = f"if each rank holds a part, the layout needs a rule, {rules}"
+                text = f"if each rank holds a part, the layout needs the rule {rules}"
             raise InvalidArgumentError(
                 f"ranks {first_rank} and {rank} have shapes {first.shape} and {part.shape}: {text}",
                 name=first.name,

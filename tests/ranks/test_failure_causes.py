@@ -329,7 +329,11 @@ def calls_a_failed_rank(backend: str, directory: str, verb: str, how: str) -> li
     return [caught.value.rank, caught.value.phase, caught.value.cause]
 
 
-CAUSES = {"raise": "RuntimeError: boom", "close": "it closed its communicator", "kill": r"its process \d+ died"}
+CAUSES = {
+    "raise": "RuntimeError: boom",
+    "close": "it closed its communicator, or its script ended",
+    "kill": r"its process \d+ died",
+}
 
 
 FAILED_PEERS = [

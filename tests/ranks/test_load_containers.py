@@ -234,6 +234,19 @@ def test_a_frozen_dataclass_keeps_what_is_no_field(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass
+class Averages:
+    decay: float
+    weights: torch.Tensor
+
+
+def test_a_dataclass_with_tensors_comes_back_as_a_dict_where_the_live_state_has_none(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"ema": None}
+    sx.load_checkpoint(state, write_save({"ema": Averages(0.5, torch.ones(2))}, tmp_path))
+    assert type(state["ema"]) is dict
+    assert (state["ema"]["decay"], state["ema"]["weights"].tolist()) == (0.5, [1.0, 1.0])
+
+
+@dataclasses.dataclass
 class Output(collections.OrderedDict[str, Any]):
     a: Any = None
 

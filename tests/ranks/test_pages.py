@@ -35,6 +35,8 @@ OF_OTHER_TESTS = {
     "block: layout.py": "test_readme",
     "output: statexchange demo": "test_readme",
     "commands: pictures": "test_demo",
+    "block: job.py": "test_readme",
+    "output: job.py": "test_readme",
     "block: reduce.py": "test_readme",
     "output: reduce.py": "test_readme",
     "block: fit.py": "test_readme",

@@ -105,7 +105,12 @@ def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", [slow(with_torchrun(2)), with_mpiexec(2)], ids=["torchrun", "mpiexec"])
 def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
     done = run_script(launcher, "reduce.py", page_block("block: reduce.py"), tmp_path)
-    assert done.stdout.replace(f"{tmp_path}/", "") == page_block("output: reduce.py")
+    assert done.stdout.replace(f"{tmp_path}/", ".../") == page_block("output: reduce.py")
+
+
+def test_a_job_without_tensors_prints_what_its_page_shows(tmp_path: Path) -> None:
+    done = run_script(with_mpiexec(2), "job.py", page_block("block: job.py"), tmp_path)
+    assert done.stdout == page_block("output: job.py")
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)], ids=["torchrun", "alone"])

@@ -71,7 +71,7 @@ def test_a_step_and_a_universal_checkpoint_have_the_same_tensors(tmp_path: Path)
 
 def of_the_training(step: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     """Merge the file of the model's states alone, which has the weights of the training."""
-    options = {"section": "model", "exclude": "frozen_param_fragments.*", "rename": [(r"^module\.", "")]}
+    options = {"section": "model", "exclude": "frozen_param_fragments.*"}
     return merged(step / "mp_rank_00_model_states.pt", tmp_path, **options)
 
 

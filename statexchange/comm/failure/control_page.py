@@ -240,7 +240,7 @@ class ControlPage(FailureMonitor):
             slot = self._slot(rank, 2)
             return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
         if left == _GONE_QUIETLY:
-            return PeerError(rank, operation, "it closed its communicator")
+            return PeerError(rank, operation, "it closed its communicator, or its script ended")
         return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
 
     def missing_ranks(self) -> tuple[int, ...]:

@@ -193,7 +193,7 @@ class FailureDetector(FailureMonitor):
         """Return how often the ranks have reported progress, by the coordinator's last status. Not collective."""
         return self._view.progress_count
 
-    def close(self, goodbye: str = "it closed its communicator") -> None:
+    def close(self, goodbye: str = "it closed its communicator, or its script ended") -> None:
         """Leave: ranks that wait for this one in a later collective raise PeerError. Not collective."""
         if self._is_inherited or self._goodbye is not None:
             return
