@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from publishing import (
     value_at,
 )
 from safetensors.torch import save_file
-from storage_events import act_at, armed
+from storage_events import act_at, armed, recording
 from stored import flip_bit
 from sweeps import slow, steps
 from warm_python import warm_python
@@ -176,6 +177,17 @@ def test_a_claim_of_another_host_is_taken_over_if_it_is_not_renewed_or_with_resu
     left_by(store, OTHER_HOST, names=WHOLE)
     publish("memory://out", 3, resume=True)
     assert (state_of("memory://out"), names_at("memory://out")) == ("3", WHOLE)
+
+
+def test_the_claim_is_renewed_while_a_large_file_is_written(store: Any, soon: None) -> None:
+    with begin("memory://out", 1) as publication:
+        file = publication.create(plan_of(1).files[0])
+        for part in range(2):
+            time.sleep(ObjectBuild.renew_s)
+            with recording() as events:
+                file.write(bytes(1000), len(file.header) + 1000 * part)
+            assert "renew" in [step for step, _ in events], part
+    assert names_at("memory://out") == []
 
 
 def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
