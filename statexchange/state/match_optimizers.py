@@ -82,8 +82,11 @@ class _LiveParameters:
     def __init__(self, optimizer: Optimizer, names: Mapping[int, ParameterName], path: str) -> None:
         self.optimizer = optimizer
         self._path = path
+        in_state: dict[int, str] = {}
+        for key, live_name in names.items():
+            in_state[key] = live_name.in_state
         # A parameter without a name, or two with one: then none goes by name.
-        self.by_label = named_parameters(optimizer, {key: name.in_state for key, name in names.items()})
+        self.by_label = named_parameters(optimizer, in_state)
         self.by_group: list[dict[str, Leaf]] = []
         items = iter(self.by_label.items())
         for group in optimizer.param_groups:

@@ -31,7 +31,6 @@ from statexchange.state.describe import Description, State, describe
 from statexchange.state.megatron import MegatronTensor, add_sharded
 from statexchange.state.tree import (
     PLAIN_TYPES,
-    Kind,
     LiveEntry,
     children,
     contains_state,
@@ -228,8 +227,8 @@ def describe_save(
     with collector_paused():
         # First, as this refuses keys that have no text, and paths that a load could not tell apart.
         entries = flatten(state).entries
-        has_sharded = any(entry.kind == "sharded" for entry in entries)
-        if (options.include or options.exclude) and (layout is not None or has_sharded):
+        selects = bool(options.include or options.exclude)
+        if selects and (layout is not None or any(entry.kind == "sharded" for entry in entries)):
             what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
             raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
         of_rank: list[LiveEntry] = []
@@ -242,12 +241,14 @@ def describe_save(
         names: dict[int, str] = {}
         for key, name in parameter_names(entries).items():
             names[key] = name.in_state
-        units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
-        selection = Selection(_plain(state, "", _Context(names)), units, options)
+        selection = Selection(_plain(state, "", _Context(names)), entries, options)
         config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
-        ruled = {name for name, local in described.tensors.items() if local.part is not None}
+        ruled: set[str] = set()
+        for tensor_name, local in described.tensors.items():
+            if local.part is not None:
+                ruled.add(tensor_name)
         owners = owners_of(entries, of_rank, names, ruled.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
@@ -260,7 +261,7 @@ def describe_save(
 class Selection:
     """The part of a state that is saved.
 
-    `units` has the kind of the modules, optimizers and objects at their paths in the tree.
+    `entries` are the places of the state of which `tree` was made.
 
     Attributes:
         tree: the tree, in which a list has an empty mapping for an item that is left out.
@@ -273,16 +274,19 @@ class Selection:
             two keys that have one text.
     """
 
-    def __init__(self, tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> None:
+    def __init__(self, tree: Leaf, entries: Sequence[LiveEntry], options: LoadOptions) -> None:
         self.tree = tree
         self.left_out: list[str] = []
+        self.unmatched: list[str] = []
+        self.unused: list[str] = []
+        if not options.include and not options.exclude:
+            return
         self._names: set[str] = set()  # that were asked for
         self._kept: set[str] = set()
-        self._units = units
+        self._units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
         self._options = options
-        if options.include or options.exclude:
-            selected = self._select(tree, "")
-            self.tree = {} if selected is _LEFT_OUT else selected
+        selected = self._select(tree, "")
+        self.tree = {} if selected is _LEFT_OUT else selected
         alike = self._kept.intersection(self.left_out)
         if alike:
             text = "two keys of the state look alike here, and include and exclude select one of them: make both text"
