@@ -23,7 +23,7 @@ from saves_at_urls import WHOLE, step_url
 import statexchange as sx
 from statexchange.processes import Owner
 from statexchange.report.verify import verify
-from statexchange.storage.publish import build
+from statexchange.storage.publish import object_build
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.storage.publish.object_build import ObjectBuild
 
@@ -223,12 +223,12 @@ def test_another_job_on_the_same_url_is_named_and_its_saves_stay(store: Any, cap
 def test_a_step_that_another_job_is_saving_is_refused(store: Any) -> None:
     put_claim(store, "/saves/step-000000010", Owner.current())
     nonce = "a" * 16
-    build.open_builds.add((os.getpid(), nonce))  # as a save that runs in this process
+    object_build.open_builds.add((os.getpid(), nonce))  # as a save that runs in this process
     try:
         with pytest.raises(sx.errors.TargetExistsError, match=f"process {os.getpid()}"):
             save_steps(sx.Checkpoints("memory://saves"), 10)
     finally:
-        build.open_builds.discard((os.getpid(), nonce))
+        object_build.open_builds.discard((os.getpid(), nonce))
     save_steps(sx.Checkpoints("memory://saves"), 10)
     assert sx.Checkpoints("memory://saves").steps() == [10]
 

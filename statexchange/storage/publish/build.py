@@ -161,13 +161,9 @@ class Build(ABC):
         finished: metadata by name of the output files that an interrupted publisher of the same plan had finished.
     """
 
-    def __init__(self, path: str, building_path: str, nonce: str) -> None:
-        self.path = path
-        self.building_path = building_path
-        self.finished: dict[str, Any] = {}
-        self._outputs: list[OutputFile] = []
-        self._key = os.getpid(), nonce
-        open_builds.add(self._key)
+    path: str
+    building_path: str
+    finished: dict[str, Any]
 
     @abstractmethod
     def create(self, name: str, nbytes: int, header: bytes) -> OutputFile:
@@ -205,24 +201,9 @@ class Build(ABC):
             TargetExistsError: another publisher was first.
         """
 
+    @abstractmethod
     def abandon(self) -> None:
         """Remove all files of an uncommitted build; a failure is logged. A second call does nothing."""
-        # A forked child must not remove its parent's files, and no build of its pid is open.
-        if (os.getpid(), self._key[1]) in open_builds:
-            for output in self._outputs:
-                output.close()
-            self._end()
-
-    def _end(self) -> None:
-        """Remove what this build has made, unless it is committed, and what shows others that it is under way."""
-        try:
-            self._clear()
-        finally:
-            open_builds.discard(self._key)
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Remove these names; log what fails."""
 
     def __enter__(self) -> Self:
         return self

@@ -80,6 +80,7 @@ from statexchange.storage.publish.build import (
     ReplaceCheck,
     WrittenFile,
     busy_error,
+    open_builds,
     owner_state,
     removed_error,
     target_exists,
@@ -289,17 +290,22 @@ class DirectoryBuild(Build):
         mount = mount_of(self._parent)
         mount.check_takes_files(self._parent)
         self._parent_fd = files.open_directory(self._parent)
+        self.path = path
+        self.finished = {}
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced = f"{self._stem}.{self._nonce}.replaced"
         self._discarded = f"{self._stem}.{self._nonce}.discarded"
         self._record = f"{self._stem}.{self._nonce}.owner"
-        super().__init__(path, os.path.join(self._parent, self._partial), self._nonce)
+        self.building_path = os.path.join(self._parent, self._partial)
         self._check = check
+        self._pid = os.getpid()
+        self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
         self._own_identity: files.Identity | None = None  # of the partial directory, of which size and mtime change
         self._old_identity: files.Identity | None = None  # of the target when it was checked last
-        self._is_published = False
+        self._is_published = self._has_ended = False
+        open_builds.add((self._pid, self._nonce))
         warn_of_options(self._parent)
         self._emptying_s = _EMPTYING_S if mount.is_network else 0.0
         try:
@@ -612,7 +618,15 @@ class DirectoryBuild(Build):
         if self._identity(name) != self._old_identity:
             self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
 
-    def _clear(self) -> None:
+    def abandon(self) -> None:
+        """Remove an uncommitted build."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
+            return
+        for output in self._outputs:
+            output.close()
+        self._end()
+
+    def _end(self) -> None:
         """Remove all names of this nonce."""
         try:
             self._clear_own()
@@ -621,6 +635,8 @@ class DirectoryBuild(Build):
         except StateExchangeError as error:  # the checkpoint is published all the same
             _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
         finally:
+            self._has_ended = True
+            open_builds.discard((self._pid, self._nonce))
             os.close(self._parent_fd)
 
     def _clear_own(self) -> None:

@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -69,6 +70,7 @@ from statexchange.storage.publish.build import (
     UnfinishedBuild,
     WrittenFile,
     busy_error,
+    open_builds,
     owner_state,
     removed_error,
     target_exists,
@@ -343,16 +345,21 @@ class ObjectBuild(_ObjectWriter, Build):
         waits: bool = True,
     ) -> None:
         self._claim = Claim.new(new_nonce(), plan_digest, names)
-        _ObjectWriter.__init__(self, Objects(url), names[-1], self._claim.nonce)
-        Build.__init__(self, self._objects.path, self._objects.path, self._nonce)
+        super().__init__(Objects(url), names[-1], self._claim.nonce)
+        self.path = self.building_path = self._objects.path
+        self.finished = {}
+        self._pid = os.getpid()
+        self._outputs: list[ObjectFile] = []
+        self._has_ended = False
         self._renewal: threading.Thread | None = None
         self._is_ending = threading.Event()
         self._stage: _Stage = "unclaimed"
+        open_builds.add((self._pid, self._nonce))
         try:
             inherited = self._take_claim(resume=resume, waits=waits)
             self._stage = "claimed"
             old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
-            self._remove_old(old, leftovers)
+            self._clear(old, leftovers)
         except BaseException:
             self.abandon()
             raise
@@ -416,7 +423,7 @@ class ObjectBuild(_ObjectWriter, Build):
             self._check_claim()
             self._renewed = time.monotonic()
 
-    def _remove_old(self, old: Sequence[str], leftovers: set[str]) -> None:
+    def _clear(self, old: Sequence[str], leftovers: set[str]) -> None:
         """Remove the checkpoint that is replaced, its manifest first, and the objects of dead publishers."""
         # In the claim before the first removal: if this publisher is killed, too, nothing else says without a manifest
         # that they may be removed.
@@ -500,7 +507,15 @@ class ObjectBuild(_ObjectWriter, Build):
         self._stage = "claimed"
         self._end()
 
-    def _clear(self) -> None:
+    def abandon(self) -> None:
+        """Remove all objects of an uncommitted build, unless another publisher has taken over."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's objects
+            return
+        for output in self._outputs:
+            output.close()
+        self._end()
+
+    def _end(self) -> None:
         """Remove the objects of an uncommitted build, then the claim, if this publisher still holds it."""
         self._is_ending.set()
         # A renewal that is under way could put the claim again after its removal.
@@ -519,6 +534,9 @@ class ObjectBuild(_ObjectWriter, Build):
         except StateExchangeError as error:
             if self._stage != "unclaimed":
                 _log.warning("the claim or objects of %s stay until the next publication: %s", self.path, error)
+        finally:
+            self._has_ended = True
+            open_builds.discard((self._pid, self._nonce))
 
     def _remove_put(self) -> None:
         """Remove what this publisher and its members have put. A member that puts an object later removes it itself."""
