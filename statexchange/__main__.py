@@ -6,8 +6,6 @@ import signal
 import sys
 import threading
 
-__all__ = ["main"]
-
 
 def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
     """Repeat an interrupt that came in a finaliser or in a callback of a weak reference.

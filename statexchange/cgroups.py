@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["memory_headrooms", "memory_left", "unescape_mountinfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Files:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[dict[str, Any]], None]
 
-__all__ = ["DemoReport", "run_demo"]
-
 _RESUMED_RANKS = 2
 
 

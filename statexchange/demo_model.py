@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = [
-    "DATA_PARALLEL",
-    "Llama",
-    "LlamaConfig",
-    "batch",
-    "byte_tokens",
-    "corpus_tokens",
-    "generate",
-    "learning_rate",
-    "mesh_shape",
-    "shard_model",
-    "write_config",
-]
-
 _SEED = 20
 _SEQUENCES, _LENGTH = 4, 128
 _PEAK_LR, _WARMUP_STEPS = 5e-3, 10

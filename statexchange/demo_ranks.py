@@ -35,9 +35,7 @@ from statexchange.demo_model import (
 from statexchange.errors import StateExchangeError, to_record
 from statexchange.exchange.checkpoints import Checkpoints
 from statexchange.exchange.export import export_checkpoint
-from statexchange.testing.ranks import report
-
-__all__ = ["demo_rank", "killed_rank", "load_merged"]
+from statexchange.testing.child import report
 
 _PROMPTS = (b"The import statement is ", b"If the class defines an ")  # of equal length, as they form a batch
 _GENERATED_BYTES = 160
@@ -220,4 +218,4 @@ def _merged_tensors(directory: str) -> dict[str, Tensor]:
 def _logits(model: Llama) -> Tensor:
     """Return the logits after each prompt, of shape (prompts, vocabulary)."""
     with torch.no_grad():
-        return model(torch.stack([byte_tokens(prompt) for prompt in _PROMPTS]))[:, -1]  # type: ignore[no-any-return]
+        return model(torch.stack(list(map(byte_tokens, _PROMPTS))))[:, -1]  # type: ignore[no-any-return]

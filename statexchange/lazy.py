@@ -12,8 +12,6 @@ from statexchange.errors import needing_extra
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(
     package: str, homes: Mapping[str, str], *, need: Mapping[str, Sequence[str]] | None = None

@@ -28,8 +28,6 @@ from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 from statexchange.errors import MismatchError, StateExchangeError, excerpt
 
-__all__ = ["Shared", "decode", "encode", "encoded"]
-
 T = TypeVar("T")
 Shared: TypeAlias = Annotated[T, "shared"]
 """The hint of a field with few different values, which are hashable: each of them is sent once."""

@@ -8,18 +8,6 @@ import re
 import time
 from dataclasses import asdict, dataclass
 
-__all__ = [
-    "Owner",
-    "host_identity",
-    "network_identity",
-    "pid_namespace",
-    "process_age_s",
-    "process_is_alive",
-    "process_is_stopped",
-    "process_start",
-    "usable_cores",
-]
-
 
 def _stat_fields(pid: int) -> list[bytes] | None:
     """Return the fields of /proc/<pid>/stat after the name, beginning with the state; None without such a process."""

@@ -10,17 +10,6 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, excerpt
 
-__all__ = [
-    "Launch",
-    "check_flags",
-    "check_timeout",
-    "default_timeout_s",
-    "detect_launch",
-    "has_agent_store",
-    "limit_blas_threads",
-    "no_color",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -24,8 +24,6 @@ from statexchange.errors import StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Arena", "Attached", "attach"]
-
 _PAGE = mmap.PAGESIZE
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 

@@ -8,21 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = [
-    "format_bytes",
-    "format_count",
-    "format_number",
-    "format_ranks",
-    "format_seconds",
-    "format_shape",
-    "format_shares",
-    "format_time",
-    "format_transfer",
-    "name_ranks",
-    "printable",
-    "shortened",
-]
-
 
 def format_bytes(nbytes: float) -> str:
     """Format a size in powers of 1000 with three digits: ``4.21 MB``."""

@@ -27,22 +27,6 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 
-__all__ = [
-    "MAX_DEPTH",
-    "SCALAR_TYPES",
-    "UnknownValue",
-    "decode",
-    "decode_parsed",
-    "encode",
-    "has_text",
-    "is_number",
-    "is_same",
-    "parts_of",
-    "register_config",
-    "to_plain",
-    "types_of",
-]
-
 _TAG = "$"
 MAX_DEPTH = 100  # levels of nested containers in one value or state
 _MAX_EQUAL_HASHES = 64

@@ -34,13 +34,6 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import Plan
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = [
-    "CallerFiles",
-    "extra_files",
-    "read_caller_files",
-    "source_files",
-]
-
 # Small files are read into memory whole. What is larger is no config or tokenizer, and is named in a note.
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories

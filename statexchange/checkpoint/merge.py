@@ -54,8 +54,6 @@ from statexchange.units import format_transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MergeReport", "PlannedTensor", "copy_source", "merge_checkpoint"]
-
 _log = logging.getLogger(__name__)
 
 _WITHOUT_MODEL = ("optimizer", "scheduler", "rng", "other")  # sections

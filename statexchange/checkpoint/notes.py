@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
     from statexchange.sharding.rules import Layout
 
-__all__ = [
-    "JoinedParts",
-    "check_readable",
-    "kept_metadata",
-    "note_on_extra_state",
-    "note_on_others",
-    "note_on_overflows",
-    "notes_on_equal_parts",
-    "notes_on_model",
-    "notes_on_names",
-    "notes_on_tensors",
-    "notes_on_written",
-]
-
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
 # Names under an optimizer's key, in its state dict, or with the name of a moment at the end.
 _OPTIMIZER_STATE = re.compile(

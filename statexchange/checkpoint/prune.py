@@ -31,8 +31,6 @@ from statexchange.storage.tensorfile import SaveManifest, removable_files
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import UnfinishedBuild
 
-__all__ = ["PruneReport", "PruneRow", "prune_saves"]
-
 _ATTEMPTS, _INTERVAL_S = 6, 0.1  # to remove a save that another process is working on
 
 

@@ -43,19 +43,6 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.sharding.shards import Shard
 
-__all__ = [
-    "FORMAT_METADATA",
-    "Draft",
-    "Provenance",
-    "Publication",
-    "ReplaceableFiles",
-    "VersionMarks",
-    "index_name",
-    "listed_boxes",
-    "sealed_manifest_text",
-    "single_file_name",
-]
-
 FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 
 

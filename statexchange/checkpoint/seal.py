@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from statexchange.sharding.shards import Shard
     from statexchange.storage.store import StoredFile
 
-__all__ = ["SealReport", "seal_checkpoint"]
-
 _HAVE_DIGESTS = ("save", "workspace")
 
 

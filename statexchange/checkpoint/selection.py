@@ -23,8 +23,6 @@ from statexchange.storage.location import OpenedPath, read_option_file
 if TYPE_CHECKING:
     from statexchange.formats.converted import Converted
 
-__all__ = ["Selection", "open_selected", "read_layout", "select"]
-
 # First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper:
 # "model.lm_head.weight" has a wrapper, and "model.layers.0.mlp.weight" of transformers has none.
 _TOPS = ("model.", "lm_head.", "transformer.", "module.")

@@ -15,8 +15,6 @@ from statexchange.storage import publish, versions
 from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import GRACE_S
 
-__all__ = ["PrunedVersion", "prune_versions", "remove_old_versions"]
-
 
 def _obsolete_versions(
     path: str, run: str, bases: Mapping[int, int | None], keep: int, kept: Collection[int]

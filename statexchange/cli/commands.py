@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     from statexchange.cli.output import Output
 
-__all__ = [
-    "COMMANDS",
-    "command",
-    "common_options",
-    "each_path",
-    "listing_at",
-    "refuse_other_ranks",
-    "requested_format",
-]
-
 # Each command is a module of this package, which is imported when the command runs; the sentence is what `--help` says
 # of it, and the first one of its own help. Tests of all commands go by this list.
 COMMANDS = {

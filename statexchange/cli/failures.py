@@ -20,8 +20,6 @@ from statexchange.errors import (
 if TYPE_CHECKING:
     from statexchange.cli.output import Output
 
-__all__ = ["report_failure"]
-
 # Errors of the operating system that are not bugs of statexchange, in case one arrives here as a plain OSError.
 _REFUSALS: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _REFUSALS += (errno.ESTALE, errno.ENAMETOOLONG)

@@ -158,7 +158,7 @@ def _list_saves(output: Output, path: str) -> int:
     from statexchange.report.saves import list_saves
 
     report = list_saves(path)
-    unfinished = [_unfinished_row(row) for row in report.unfinished]
+    unfinished = list(map(_unfinished_row, report.unfinished))
     cells = [_save_cells(output, row) for row in (*report.saves, *unfinished)]
     output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"))
     output.warnings(report.warnings)

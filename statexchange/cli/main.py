@@ -19,8 +19,6 @@ from statexchange.errors import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["cli", "main"]
-
 
 class _Commands(click.Group):
     """A group whose commands are imported on demand."""

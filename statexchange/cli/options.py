@@ -10,8 +10,6 @@ import click
 
 from statexchange.sharding.options import CallOptions, ExportOptions
 
-__all__ = ["option"]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "EXIT_CODES",
-    "FORMATS",
-    "Output",
-    "Row",
-    "code_of",
-    "error_record",
-    "fields_of",
-    "most_severe",
-    "worst_code",
-]
-
 SCHEMA = 1
 _WIDE_COLUMNS = 200  # of a terminal on which nothing is shortened
 _MAX_TEXT = 5000  # characters of a field of an error

@@ -15,8 +15,6 @@ from statexchange.storage.location import is_remote, resolve_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PictureFile", "picture_options"]
-
 
 def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Return a decorator that gives a command ``--svg`` and ``--overwrite`` as `picture`: a PictureFile or None."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from statexchange.cli.output import Output
 
-__all__ = ["LiveLine", "Progress"]
-
 _FIRST_S, _LIVE_S, _LOG_S = 1.0, 0.1, 30.0
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from statexchange.units import shortened
 
-__all__ = ["aligned", "narrowed"]
-
 _GAP = "  "
 _LEAST = 32  # characters that stay of a text, before columns are left out
 

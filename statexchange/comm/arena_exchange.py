@@ -18,8 +18,6 @@ from statexchange.shared_memory import Arena, Attached, attach
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ArenaExchange"]
-
 
 class ArenaExchange:
     """One rank's arenas, and its mappings of other ranks' arenas."""

@@ -31,8 +31,6 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import UnsupportedError, from_record, missing_extra, to_record
 from statexchange.processes import host_identity, pid_namespace
 
-__all__ = ["StartDevices", "form_communicator"]
-
 StartDevices: TypeAlias = Callable[[], Backend | None]
 # The fingerprint of a hierarchical collective's steps within a host. It is a constant: all ranks have compared the
 # call's own fingerprint before.

@@ -15,20 +15,6 @@ from types import FrameType
 
 from statexchange import values
 
-__all__ = [
-    "Call",
-    "PublicCall",
-    "absence_text",
-    "call_site",
-    "encoded",
-    "fingerprint_of",
-    "is_autograd_thread",
-    "note_joined",
-    "site_detail",
-    "step_text",
-    "under_way",
-]
-
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
 

@@ -43,20 +43,6 @@ from statexchange.tensors import (
     is_dtensor,
 )
 
-__all__ = [
-    "all_reduce",
-    "all_reduce_multiple",
-    "all_to_all",
-    "broadcast",
-    "empty",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "through_leaders",
-    "transfer",
-]
-
 T = TypeVar("T")
 _SHOWN = 300  # characters of a list of tensors in a message
 _OFFER, _ANSWER, _DATA = 0, 1, 2  # tags: of the sender's note, the receiver's note, and the data

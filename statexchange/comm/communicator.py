@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from statexchange.comm.backends.backend import Between
     from statexchange.comm.work import Work
 
-__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike", "agree", "from_all", "from_root", "to_root"]
-
 T = TypeVar("T")
 # What callers may pass as `comm`.
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"

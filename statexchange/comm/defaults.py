@@ -35,28 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "adopted",
-    "as_communicator",
-    "current",
-    "default",
-    "forget_all",
-    "from_mpi",
-    "from_process_group",
-    "get_backend",
-    "get_communicator",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "is_initialized",
-    "local_rank_of",
-    "members",
-    "public_call",
-    "set_default",
-    "torch_default_group",
-    "use",
-]
-
 
 @contextlib.contextmanager
 def public_call(name: str, site: str | None = None) -> Iterator[None]:

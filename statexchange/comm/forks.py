@@ -14,8 +14,6 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["Owned", "cut_off_in_children", "forget"]
-
 
 class Owned(Protocol):
     """An object that belongs to the process that made it."""

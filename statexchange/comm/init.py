@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.backends.store import StoreBootstrap
 
-__all__ = ["init", "shutdown"]
-
 _log = logging.getLogger("statexchange")
 BACKEND_CHOICES = ("auto", "single", "shm", "gloo", "nccl", "mpi")  # what `init` takes as `backend`
 

@@ -11,8 +11,6 @@ from statexchange.comm import forks
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import ForkedError
 
-__all__ = ["is_forked_from_rank", "refuse_inherited", "registered"]
-
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # all of more than one rank that this process made
 
 

@@ -8,8 +8,6 @@ import platform
 import socket
 import struct
 
-__all__ = ["addresses"]
-
 # Of Linux' sockios.h and if.h: Python has no names for them.
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP = 1

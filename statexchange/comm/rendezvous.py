@@ -41,8 +41,6 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
 
-__all__ = ["at_url", "by_launcher"]
-
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _uses_of_torchruns_store = itertools.count(1)
 _POLL_S = 0.02

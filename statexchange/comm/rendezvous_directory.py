@@ -37,8 +37,6 @@ from statexchange.comm.tcp_store import Place, Server
 from statexchange.errors import NotInitializedError, StateExchangeError, StorageError
 from statexchange.processes import Owner, network_identity
 
-__all__ = ["announced", "places_in"]
-
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
 _SERVER = re.compile(r"server-[0-9a-f]{32}\.json")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -84,8 +84,6 @@ from statexchange.errors import (
 )
 from statexchange.settings import check_timeout
 
-__all__ = ["KnownCall", "Route", "Session"]
-
 T = TypeVar("T")
 _CLOSE_S = 1.0
 _MOST_KNOWN = 1024  # calls that a route remembers
@@ -475,7 +473,7 @@ class Session:
             self._compare_orders(group, ranks, members)
         if members == list(ranks):
             return group
-        return group.new_group([members.index(rank) for rank in ranks], self.timeout_s)
+        return group.new_group(list(map(members.index, ranks)), self.timeout_s)
 
     def _compare_orders(self, group: Backend, ranks: Sequence[int], members: Sequence[int]) -> None:
         wait = Wait(self.timeout_s, f"the making of a group of ranks {list(members)}")

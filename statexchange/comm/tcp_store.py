@@ -48,15 +48,6 @@ from statexchange.processes import Owner
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed exports it, but not for type checkers
 
-__all__ = [
-    "Joining",
-    "LostServerError",
-    "Place",
-    "Server",
-    "connect",
-    "unreachable_text",
-]
-
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 3.0  # for one attempt to connect
@@ -243,7 +234,7 @@ class Joining:
 
     def _missing(self, store: Store) -> list[int]:
         """Return the ranks that have not joined."""
-        if store.check([_joined(rank) for rank in range(self.world_size)]):  # all at once, as there may be thousands
+        if store.check(list(map(_joined, range(self.world_size)))):  # all at once, as there may be thousands
             return []
         return [rank for rank in range(self.world_size) if not store.check([_joined(rank)])]
 

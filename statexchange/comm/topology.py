@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from statexchange.settings import detect_launch
 
-__all__ = ["RankInfo", "Topology", "launchers_local_rank", "run_identity", "topology_of"]
-
 
 class RankInfo(NamedTuple):
     """The record that each rank sends to all before they have failure detection."""

@@ -22,8 +22,6 @@ from statexchange.comm.calls import absence_text
 from statexchange.comm.failure.monitor import FailureMonitor, outer_monitor
 from statexchange.errors import StallError
 
-__all__ = ["Pace", "Wait", "yield_core"]
-
 _LONGEST_NAP_S = 2e-3
 _NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05

@@ -21,8 +21,6 @@ from statexchange.comm.failure.monitor import AbandonedError
 from statexchange.errors import MismatchError, StallError
 from statexchange.settings import check_timeout
 
-__all__ = ["Work", "WorkQueue"]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.sharding.options import Convert
 
-__all__ = ["BUILTIN", "check_numbers", "choose_conversion", "conversion_of", "read_builtin"]
-
 _INVERSE = "inverse:"
 BUILTIN: Mapping[str, str] = {"torchtitan:llama3": "torchtitan_llama3.json", "megatron:gpt": "megatron_gpt.json"}
 """The file of each built-in conversion."""

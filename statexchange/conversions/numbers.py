@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
-__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPERAND = rf"(?:{_NAME.pattern}|[0-9]{{1,18}})"
 _EXPRESSION = re.compile(rf"\s*{_OPERAND}(?:\s*[*/]\s*{_OPERAND})*\s*")

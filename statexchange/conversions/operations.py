@@ -18,8 +18,6 @@ from statexchange.conversions.patches import Patch, concatenated, identity, perm
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.shards import MAX_DIMS
 
-__all__ = ["Operation", "Planned", "parse_operation"]
-
 # Bounds of what a conversion file may ask for: each tensor keeps its patches, and a permuted dim a list of its indices.
 _MAX_ENTRIES = 64
 _MAX_PATCHES = 1 << 16  # of one tensor
@@ -171,7 +169,7 @@ class Split:
             raise InvalidArgumentError(f"convert: split takes one tensor, not {len(tensors)}")
         (tensor,) = tensors
         dim = tensor.dim(self.dim)
-        groups, ratios = numbers.value(self.groups), [numbers.value(size) for size in self.sizes]
+        groups, ratios = numbers.value(self.groups), list(map(numbers.value, self.sizes))
         _check_count(groups * len(ratios), tensor)
         # The dim is groups x (r0 + r1 + ...) units: group g begins at unit g * sum, and in it each tensor behind those
         # before it.
@@ -232,7 +230,7 @@ class Fuse:
     def _check_sizes(self, sizes: Sequence[int], numbers: Numbers, name: str) -> None:
         """Raise InvalidArgumentError unless the sizes have the ratios of the rule."""
         assert self.sizes is not None
-        ratios = [numbers.value(size) for size in self.sizes]
+        ratios = list(map(numbers.value, self.sizes))
         # Of as many sizes as ratios, each has the same part of their sum.
         fits = len(sizes) == len(ratios)
         for size, ratio in zip(sizes, ratios, strict=False):

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Dim", "Patch", "concatenated", "identity", "permuted", "sliced", "transposed"]
-
 # An array takes 8 bytes an index and compares by its values. The step of a range is positive.
 Indices: TypeAlias = "range | array[int]"
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ConversionPlan", "Fill", "InputFills", "plan_conversion", "unknown_names"]
-
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
 # Outputs that stacked tensors may have in addition to one for each element: an empty tensor could claim any number.

@@ -61,8 +61,6 @@ from statexchange.conversions.numbers import NumberRule, check_expression
 from statexchange.conversions.operations import Operation, parse_operation
 from statexchange.errors import InvalidArgumentError, excerpt
 
-__all__ = ["ConversionRules", "Rule"]
-
 _KEYS = {"about", "numbers", "rules"}
 _NUMBER_KEYS = {"about", "config", "value", "must_be"}
 _RULE_KEYS = {"from", "to", "values", "unstack", "stack", "tied_to"}

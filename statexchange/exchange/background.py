@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["run_in_background", "wait_for_end"]
-
 Report = TypeVar("Report")
 
 _log = logging.getLogger(__name__)

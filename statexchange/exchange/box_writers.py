@@ -44,8 +44,6 @@ from statexchange.storage.files import digest
 from statexchange.storage.rank_writer import digests_of
 from statexchange.tensors import collector_paused
 
-__all__ = ["Shares", "share_writing"]
-
 _WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # kinds that are no list of ranks
 _ADVICE = "no load could read it: give tensors of different pipeline stages different names, or correct the layout"
 

@@ -44,8 +44,6 @@ from statexchange.state.describe import State
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Checkpoints"]
-
 _LOAD_OPTIONS = ("strict", "include", "exclude", "rename", "dtype", "replicas", "readers", "on_progress")
 
 

@@ -18,8 +18,6 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.sharding.options import ExportOptions, Selection
 from statexchange.state.describe import Description
 
-__all__ = ["ChosenConversion", "Conversion", "chosen_conversion"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChosenConversion:

@@ -14,8 +14,6 @@ from statexchange.state.describe import LocalTensor
 from statexchange.storage.regions import to_global
 from statexchange.tensors import PACKED, array_over, same_bytes
 
-__all__ = ["Compared", "compared_rows", "joined"]
-
 
 @dataclass(frozen=True, slots=True)
 class Compared:

@@ -15,8 +15,6 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import TensorLike, numpy_dtype
 
-__all__ = ["convert_live"]
-
 
 def convert_live(
     comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions

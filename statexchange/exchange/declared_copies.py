@@ -19,8 +19,6 @@ from statexchange.state.describe import Description, LocalTensor
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.files import digest
 
-__all__ = ["compare_copies", "may_have_copies"]
-
 _HASH_BYTES = 8  # of 128 bits: among 2**20 boxes two have one hash with a probability of 3e-8
 _RECORD_BYTES = 3 * _HASH_BYTES
 _ADVICE = (

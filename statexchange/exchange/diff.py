@@ -23,8 +23,6 @@ from statexchange.sharding.options import CallOptions, Convert, ExportOptions, L
 from statexchange.state.describe import Description, LocalTensor, State
 from statexchange.state.state_dict import SavedState, describe_save
 
-__all__ = ["diff_checkpoints"]
-
 
 def diff_checkpoints(
     a: State | str | os.PathLike[str],

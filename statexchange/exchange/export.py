@@ -38,8 +38,6 @@ from statexchange.tensors import collector_paused
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["ExportReport", "Exported", "converted_description", "export_checkpoint", "export_described", "model_of"]
-
 
 class _Options(TypedDict, total=False):
     comm: CommLike | None

@@ -38,8 +38,6 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["ExportReport", "ExportRequest", "Exported", "RootExport", "Written", "agree_on_plan", "publish"]
-
 _MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export: to compare many takes long
 
 _log = logging.getLogger(__name__)

@@ -39,8 +39,6 @@ from statexchange.storage.tensorfile import (
     read_manifest,
 )
 
-__all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
-
 _log = logging.getLogger(__name__)
 _KEY = "key"  # of a file's metadata: the top-level key of the state
 

@@ -34,8 +34,6 @@ from statexchange.state.describe import State, describe
 from statexchange.state.types import Leaf
 from statexchange.tensors import TensorLike, is_tensor, itemsize_of, wait_tensor
 
-__all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
-
 T = TypeVar("T")
 _NO_LIMIT_S = float("inf")
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Block", "TensorMetadata", "Transport", "WorkspaceLike", "metadata_of", "transport_for"]
-
 _ALIGNMENT = 64  # of tensors in a block: a multiple of any element's size, and of a cache line
 _GATHER = "gather-"  # the names of builds in a workspace begin so
 

@@ -20,8 +20,6 @@ from statexchange.sharding.shards import Box, c_strides
 from statexchange.storage.save_index import IndexedTensor
 from statexchange.storage.store import ByteRange
 
-__all__ = ["SpecParts", "TensorParts", "parts_by_name"]
-
 # So many are looked at in the time of one step of a budget (storage/store.py).
 _PLACES_PER_STEP, _PIECES_PER_STEP = 4, 8
 

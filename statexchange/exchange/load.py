@@ -27,8 +27,6 @@ from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
 from statexchange.tensors import check_writable, collector_paused, mark_changed, without_grad
 
-__all__ = ["load_checkpoint", "load_now"]
-
 _log = logging.getLogger(__name__)
 
 

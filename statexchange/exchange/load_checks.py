@@ -32,8 +32,6 @@ from statexchange.state.load_plan import LoadPlan
 from statexchange.state.units import is_extra_state
 from statexchange.units import format_number
 
-__all__ = ["check_same_source", "check_whose_state", "compare_names", "settle_names"]
-
 _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
 _ADVICE = (

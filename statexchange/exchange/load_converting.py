@@ -19,8 +19,6 @@ from statexchange.state.load_plan import NameFilter
 from statexchange.state.units import module_items
 from statexchange.tensors import is_tensor
 
-__all__ = ["ConvertedSource", "converted_for_load"]
-
 
 class ConvertedSource(NamedTuple):
     """A source as it is loaded.

@@ -23,8 +23,6 @@ from statexchange.settings import check_flags
 from statexchange.sharding.options import check_equal_options
 from statexchange.storage.memory_directory import is_in_copy
 
-__all__ = ["SaveLoader"]
-
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 5  # to load the newest save while others are removed
 

@@ -20,9 +20,6 @@ from statexchange.state.describe import State
 from statexchange.state.load_plan import LoadPlan
 from statexchange.units import format_transfer
 
-__all__ = ["LoadReport", "LoadRequest", "notes_on_lost_ties", "notes_on_overflows"]
-
-
 Reading: TypeAlias = Callable[
     [Source, Sequence[ReadItem], Communicator], AbstractContextManager[tuple[Sequence[ReadItem], int]]
 ]

@@ -32,8 +32,6 @@ from statexchange.state.tree import LiveState, flatten, types_in_objects
 from statexchange.state.units import ObjectStates, is_module, module_items
 from statexchange.storage.location import decode_stored
 
-__all__ = ["LoadSource", "located", "open_for_state", "source_content"]
-
 T = TypeVar("T")
 
 

@@ -57,8 +57,6 @@ from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import rank_file_names
 
-__all__ = ["MemoryCopies"]
-
 _log = logging.getLogger(__name__)
 
 

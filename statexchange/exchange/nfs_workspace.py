@@ -22,8 +22,6 @@ from statexchange.storage.tensorfile import MANIFEST
 from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
-__all__ = ["NFSWorkspace"]
-
 _log = logging.getLogger(__name__)
 _CLOCK_TICK_S = 0.05  # of a process's age and of file times together
 _STABLE_VIEW_S = 5.0  # how long to wait for two equal listings of a directory in which files appear and disappear

@@ -22,8 +22,6 @@ from statexchange.state.load_plan import Matching
 from statexchange.state.tree import LiveState
 from statexchange.state.units import live_items
 
-__all__ = ["place_parts", "renumbered_names"]
-
 
 def place_parts(comm: Communicator, described: Description, layout: Layout) -> Description:
     """Return the description with the layout's parts turned into boxes of their whole tensors. Collective.

@@ -17,17 +17,6 @@ from statexchange.sharding.paths import without_wrappers
 from statexchange.state.types import Leaf, Module
 from statexchange.state.units import is_module, layers
 
-__all__ = [
-    "adapter_names",
-    "adapter_state",
-    "is_adapter_model",
-    "model_config",
-    "model_files",
-    "pretrained_model",
-    "tokenizer_files",
-    "with_own_classes",
-]
-
 
 def model_files(state: Leaf) -> dict[str, bytes]:
     """Return the config files of a model of transformers or PEFT; {} for any other state.

@@ -31,14 +31,6 @@ from statexchange.storage.files import digest
 from statexchange.storage.regions import box_runs
 from statexchange.tensors import ITEMSIZE
 
-__all__ = [
-    "PublishedBox",
-    "PublishedVersion",
-    "checksum_of",
-    "digest_of_state",
-    "published_boxes",
-]
-
 _MODULUS = 65521
 
 

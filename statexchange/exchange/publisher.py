@@ -23,9 +23,9 @@ from statexchange.exchange.background import run_in_background, wait_for_end
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
+from statexchange.exchange.published import PublishedVersion
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
-    PublishedVersion,
     PublishReport,
     VersionOptions,
     check_installed,
@@ -46,8 +46,6 @@ from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["PublishReport", "Publisher"]
 
 _FRAMES = ("many", "one")
 _log = logging.getLogger(__name__)

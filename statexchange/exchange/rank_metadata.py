@@ -19,21 +19,6 @@ from statexchange.state.describe import Description, MeshLayout
 from statexchange.storage.files import digest
 from statexchange.tensors import TensorLike, itemsize_of
 
-__all__ = [
-    "DescribedShard",
-    "RankMetadata",
-    "agreed_names",
-    "all_tensors",
-    "check_metadata",
-    "decode_distinct",
-    "gather_distinct",
-    "local_box",
-    "parse_metadata",
-    "rank_shards",
-    "reductions_of",
-    "tensors_of",
-]
-
 T = TypeVar("T")
 
 

@@ -59,17 +59,6 @@ from statexchange.tensors import (
     same_memory,
 )
 
-__all__ = [
-    "Messages",
-    "Overflows",
-    "ReadItem",
-    "StoredTensors",
-    "WantedBox",
-    "assign_readers",
-    "differing_text",
-    "read_all",
-]
-
 # What a source has
 
 

@@ -27,8 +27,6 @@ from statexchange.sharding.write_plan import WritePlan, WriteTensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Receipts", "gather_provenance", "pieces_with_receipts"]
-
 _ROUND_ROWS = 1 << 20  # digests that root has at a time: 16 MiB, and their ranks and counts in arrays
 
 

@@ -39,8 +39,6 @@ from statexchange.storage.location import is_remote, target_path
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["SaveReport", "save_checkpoint", "save_state"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ from statexchange.storage.save_index import (
 from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import collector_paused
 
-__all__ = ["gather_index", "joined", "messages_of_rank"]
-
 _log = logging.getLogger(__name__)
 _ANY_TEXT = 1 << 20  # characters, of which no text takes more memory than a reader may use
 

@@ -17,8 +17,6 @@ from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.settings import check_timeout
 
-__all__ = ["SaveSchedule", "whole_number"]
-
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _log = logging.getLogger(__name__)

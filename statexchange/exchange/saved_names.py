@@ -27,8 +27,6 @@ from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
 from statexchange.state.describe import Description
 
-__all__ = ["SavedNames", "saved_names"]
-
 _log = logging.getLogger(__name__)
 _SHOWN = 3  # names in a message
 

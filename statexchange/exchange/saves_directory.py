@@ -32,8 +32,6 @@ from statexchange.storage.steps import (
 )
 from statexchange.storage.tensorfile import SaveManifest
 
-__all__ = ["SavesDirectory"]
-
 _log = logging.getLogger(__name__)
 
 

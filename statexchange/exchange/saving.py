@@ -45,18 +45,6 @@ from statexchange.storage.tensorfile import (
 )
 from statexchange.units import format_bytes, format_shares, format_transfer
 
-__all__ = [
-    "SaveReport",
-    "SaveRequest",
-    "exchange_starts",
-    "expect_frozen_files",
-    "frozen_target",
-    "notes_on_selection",
-    "open_target",
-    "publish",
-    "write_rank_file",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:

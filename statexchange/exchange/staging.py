@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["MESSAGE_BYTES", "Staging", "received_parts", "shard_data"]
-
 MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
 
 

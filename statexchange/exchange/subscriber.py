@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.open_checkpoint import OpenCheckpoint
 
-__all__ = ["StagedVersion", "Subscriber", "Version"]
-
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 

@@ -25,8 +25,6 @@ from statexchange.sharding.options import CallOptions
 from statexchange.sharding.write_plan import WriteFile, WritePlan, assign_hosts
 from statexchange.storage import files
 
-__all__ = ["Upload", "open_upload"]
-
 _PART_BYTES = 8 << 20  # read and uploaded at a time, and progress is shown after each
 
 

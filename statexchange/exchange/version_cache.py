@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Source
 
-__all__ = ["VersionCache"]
-
 _NAME = re.compile(r"weight_v[0-9]{6,12}-([0-9a-f]{32})")
 _LOCK, _USED = ".lock", ".used"
 _POLL_S = 0.1

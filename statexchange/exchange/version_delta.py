@@ -31,8 +31,6 @@ from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.regions import windows
 from statexchange.tensors import ITEMSIZE, memory_of, same_bytes
 
-__all__ = ["Delta", "compressor", "difference", "sampled_share"]
-
 _SAMPLES = 32  # about so many boxes of a rank, and of each a window, are compressed for an estimate
 
 
@@ -272,7 +270,7 @@ def _placed(
 ) -> tuple[dict[int, list[_Part]], dict[int, Sequence[int]]]:
     """Return this rank's parts of each entry, and the sizes of its frames, by the number of the tensor. Collective."""
     # Each rank's boxes are in the order of the plan, in which the tensors are walked here.
-    in_order = [iter(boxes) for boxes in by_rank]
+    in_order = list(map(iter, by_rank))
     frames_here = compared.of_tensors(changed)
     parts: dict[int, list[_Part]] = {}
     sizes: dict[int, Sequence[int]] = {}

@@ -13,15 +13,14 @@ from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
-from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
+from statexchange.exchange.version_delta import Delta, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY, index_metadata
+from statexchange.formats.version_frames import compressor
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
-
-__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "check_installed", "publish_version"]
 
 _LEAST_NBYTES = 1 << 16  # a delta of a small model may be as large, as each frame has a header
 

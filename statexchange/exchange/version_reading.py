@@ -17,8 +17,6 @@ from statexchange.storage.versions import Lease, list_runs, list_versions, versi
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["NOT_YET", "Search", "Version", "find_version", "open_leased", "open_version"]
-
 # What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
 NOT_YET = (CorruptError, IncompleteError, NotFoundError, ReplacedError)
 

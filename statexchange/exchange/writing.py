@@ -40,8 +40,6 @@ from statexchange.tensors import ITEMSIZE, array_over, checked_dtype, from_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["write_files"]
-
 _SYNC_EVERY_BYTES = 256 << 20  # a rank shows no progress while it syncs: not all of its bytes at once
 
 

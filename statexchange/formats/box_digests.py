@@ -31,8 +31,6 @@ from statexchange.sharding.shards import Box
 from statexchange.storage.save_index import SavedLayout
 from statexchange.storage.store import Budget, Store
 
-__all__ = ["DIGESTS", "DIGEST_BYTES", "PLACED_SCHEMA", "BoxDigests", "PlacedBoxes", "is_readable", "placed_record"]
-
 DIGESTS = "statexchange.digests"
 DIGEST_BYTES = 16
 PLACED_SCHEMA = 2  # of a manifest with placements

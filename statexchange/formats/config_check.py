@@ -25,13 +25,6 @@ from statexchange.units import format_number
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = [
-    "config_warnings",
-    "source_warnings",
-    "unties_heads",
-    "without_heads",
-]
-
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 

@@ -28,17 +28,6 @@ from statexchange.storage.location import parse_json, read_option_file
 from statexchange.storage.store import Budget, ByteRange, ListedDigests, StoredFile
 from statexchange.tensors import ITEMSIZE
 
-__all__ = [
-    "Converted",
-    "config_files_beside",
-    "config_of",
-    "configs_beside",
-    "convert_source",
-    "converted_by",
-    "read_conversion",
-    "tensors_of",
-]
-
 
 def read_conversion(options: Selection) -> tuple[ConversionRules | None, dict[str, int]]:
     """Return the conversion that `convert` names, a known one or a JSON file, and its numbers. Not collective.

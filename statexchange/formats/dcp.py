@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.dcp_columns import DcpParts
 
-__all__ = ["METADATA", "matches", "read"]
-
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _ZIP = b"PK\3\4"
@@ -398,7 +396,7 @@ def _path_key(key: object) -> object:
 
 def _is_joined(path: Path, name: str) -> bool:
     """Whether the keys of a path, joined by dots, are this name."""
-    texts = [str(key) for key in path]
+    texts = list(map(str, path))
     # Lengths first: to join texts that a pickle repeats could take far more memory than the pickle.
     return sum(map(len, texts)) + len(texts) - 1 == len(name) and ".".join(texts) == name
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     Ints: TypeAlias = NDArray[Any]
 
-__all__ = ["DcpParts", "take_even_tensors"]
-
 
 class _Grid(NamedTuple):
     """A tensor that is cut evenly: dtype, shape, the largest box, and how many boxes there are along each dim."""

@@ -30,8 +30,6 @@ from statexchange.formats.source import SectionName, Source
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["matches", "read"]
-
 _LATEST = ("latest", "latest_universal")
 _TAG = re.compile(r"(?!\.{1,2}$)[^/\\\0\n]{1,200}")
 _PREFIXES: dict[SectionName, str] = {"model": MODEL, "optimizer": "optimizer.", "scheduler": "lr_scheduler."}

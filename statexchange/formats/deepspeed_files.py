@@ -24,21 +24,6 @@ from statexchange.sharding.shards import Shard, boxes_of_run, shape_from_json
 from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
-__all__ = [
-    "MASTER_KEY",
-    "MODEL",
-    "STATE",
-    "UNIVERSAL",
-    "DeepSpeedFile",
-    "FlatRun",
-    "Shapes",
-    "Step",
-    "count_of",
-    "number_of",
-    "part_of",
-    "source_name",
-]
-
 MODEL, STATE = "model.", "optimizer.state."
 MASTER_KEY = "fp32"  # the key of the master weights, beside those of the optimizer's states
 UNIVERSAL = "zero"  # the directory with a directory for each parameter

@@ -22,8 +22,6 @@ from statexchange.formats.deepspeed_files import (
 from statexchange.formats.deepspeed_universal import add_parameters
 from statexchange.formats.deepspeed_zero import CONVERTER, add_flat
 
-__all__ = ["add_tensors"]
-
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _TIED = "tied_modules."
 

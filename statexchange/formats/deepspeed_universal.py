@@ -15,8 +15,6 @@ from statexchange.formats.source import open_listed
 from statexchange.formats.torch_archive import is_tensor
 from statexchange.storage.store import Store
 
-__all__ = ["add_parameters", "has_parameters"]
-
 _SUFFIX = ".pt"
 _WEIGHTS_FILE, _STEP_FILE = MASTER_KEY + _SUFFIX, "step" + _SUFFIX
 _MISSING = "the file of a parameter is missing: the conversion did not finish"

@@ -40,8 +40,6 @@ from statexchange.formats.source import SourceTensor
 from statexchange.formats.torch_archive import describe
 from statexchange.sharding.shards import sizes_from_json
 
-__all__ = ["CONVERTER", "add_flat"]
-
 CONVERTER = "convert it with python -m deepspeed.checkpoint.ds_to_universal --input_folder STEP --output_folder OUT"
 # The entries with the weights and with the optimizer's states.
 _STAGE_3 = "fp32_flat_groups", "optimizer_state_dict"
@@ -64,7 +62,7 @@ def add_flat(files: Sequence[DeepSpeedFile], shapes: Shapes) -> None:
         CorruptError: counts or sizes contradict each other.
         UnsupportedError: the files do not say where parameters lie.
     """
-    parts = [_FlatFile(file) for file in files]
+    parts = list(map(_FlatFile, files))
     first = parts[0]
     for part in parts:
         part.check(first.zero_stage, len(parts))

@@ -41,8 +41,6 @@ from statexchange.storage.steps import list_steps, step_name
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import is_rank_file
 
-__all__ = ["check_none_below", "matches", "read"]
-
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
 _KEYS = ("state_dict", "model", "optimizer")  # which frameworks add above all names of a DCP
@@ -319,7 +317,7 @@ def check_none_below(opened: OpenedPath) -> None:
     store = opened.store
     if opened.file is not None or any(is_weights(name) and not name.endswith(_CKPT) for name in store.files):
         return
-    names = [step_name(step) for step in list_steps(store)]
+    names = list(map(step_name, list_steps(store)))
     if not names:
         candidates = [*store.directories, *(name for name in store.files if name.endswith(_CKPT))]
         # The newest last.

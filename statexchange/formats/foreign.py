@@ -10,8 +10,6 @@ from statexchange.formats.source import abbreviated_names
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["is_directory_format", "matches", "read"]
-
 
 class _Format(NamedTuple):
     """A format of files or of directories.

@@ -11,17 +11,6 @@ from typing import Literal, NamedTuple
 
 from statexchange.formats.source import SectionName, SourceKind
 
-__all__ = [
-    "FRAMEWORKS",
-    "OPTIMIZER_FILE",
-    "TRAINER_STATE",
-    "UNIVERSAL_OPTIMIZER",
-    "VERL_FILES",
-    "Framework",
-    "Row",
-    "state_file",
-]
-
 
 class Row(NamedTuple):
     """A way in which a part of a job's state is stored.

@@ -66,8 +66,6 @@ from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_hea
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import itemsize_of
 
-__all__ = ["check_record", "matches", "published_tensor", "read", "read_file"]
-
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 

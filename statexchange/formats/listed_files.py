@@ -14,8 +14,6 @@ from statexchange.storage.save_index import IndexedTensor, SaveIndex
 from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import RankFile, SaveManifest, open_rank_file
 
-__all__ = ["ListedFiles", "ListedTensor", "Place"]
-
 
 class Place(NamedTuple):
     """The place of a part of a tensor: the number of its file, its layout, and the rank in the layout's mesh."""

@@ -34,8 +34,6 @@ from statexchange.formats.torch_file import TorchFile
 from statexchange.storage.location import OpenedPath, read_json
 from statexchange.storage.store import Store
 
-__all__ = ["matches", "read"]
-
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,12}")

@@ -11,8 +11,6 @@ from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, Source
 
-__all__ = ["RANK_DIRECTORY", "RunArguments", "with_sections"]
-
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
 _HEADS, _GROUPS = "num_attention_heads", "num_query_groups"

@@ -39,8 +39,6 @@ from statexchange.sharding.shards import Shard
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["FILE", "division_of", "is_rank", "matches", "read"]
-
 _LEAVE_OUT = "leave it out with exclude (--exclude)"
 _ROWS = re.compile(
     r"(?:^|\.)(?:word_embeddings|output_layer|linear_(?:qkv|q|kv|q_proj|q_up_proj|kv_up_proj|fc1))\.(?:weight|bias)\d*$"

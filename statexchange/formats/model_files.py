@@ -36,31 +36,6 @@ from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import read_header
 from statexchange.units import format_number
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "CONFIG",
-    "INDEX",
-    "MANIFEST",
-    "RANK",
-    "SAFETENSORS",
-    "SHARD_NAME",
-    "TORCH",
-    "ModelFiles",
-    "are_of_ranks",
-    "check_file_names",
-    "check_numbers",
-    "has_safetensors_model",
-    "is_weights",
-    "missing_number",
-    "model_files",
-    "only_indexed",
-    "part_of",
-    "preferred_file",
-    "read_index",
-    "read_listed",
-    "unread_weights",
-]
-
 CONFIG, ADAPTER_CONFIG, MANIFEST = "config.json", "adapter_config.json", "statexchange.json"
 SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
 _PREFERRED = (

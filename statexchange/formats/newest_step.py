@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from statexchange.errors import CorruptError, IncompleteError, excerpt
 from statexchange.storage.store import Store
 
-__all__ = ["named_step", "newest_step"]
-
 _MAX_BYTES = 255  # of the file: no name of a directory is longer
 _MAX_LISTED = 8
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from statexchange.sharding.sharding_spec import ShardingSpec
 
-__all__ = ["OpenCheckpoint", "StoredTensor"]
-
 
 def _refuse_copy(opened: object) -> NoReturn:  # noqa: ARG001 (it becomes a method)
     """Refuse to pickle or copy what reads from open files."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.store import Budget, StoredFile
 
-__all__ = ["RUN", "Columns", "IrregularPickleError", "joined", "read_long_pickle"]
-
 RUN = "run of records"
 _FRAME = b"\x95"
 _FRAME_HEADER = 9  # bytes: the opcode and the length

@@ -33,8 +33,6 @@ from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 
-__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "PickleMachine", "PickleValue", "contents", "read_pickle"]
-
 # What a pickle has: None, bool, int, float, str, bytes, containers of such, `OpaqueObject` and `GlobalRef`.
 PickleValue: TypeAlias = Any
 

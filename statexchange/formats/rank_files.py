@@ -18,8 +18,6 @@ from statexchange.storage.location import OpenedPath
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
 
-__all__ = ["apply_layout", "matches", "read"]
-
 _SUFFIX = ".safetensors"
 _NUMBER = re.compile(r"([0-9]+)")
 

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = [
-    "FORMATS",
-    "UNFINISHED_DOWNLOAD",
-    "Format",
-    "Probe",
-    "holds_saves",
-    "open_checkpoint",
-    "open_source",
-    "probe",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.plan import TensorPlan, replica_error
 from statexchange.sharding.rules import layout_advice
 
-__all__ = ["TAKE_LOWEST", "advice_on_copies", "check_tensor_copies", "check_tied"]
-
 TAKE_LOWEST = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--replicas root)'  # advice
 
 

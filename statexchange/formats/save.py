@@ -22,8 +22,6 @@ from statexchange.storage.tensorfile import (
 )
 from statexchange.units import format_number
 
-__all__ = ["matches", "read"]
-
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is the directory of a save, or a rank's file of one.

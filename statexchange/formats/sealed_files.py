@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["DIGESTS_KEY", "KEY", "SealedFile", "check_sealed_file", "parse_sealed", "seal_file", "sealed_files"]
-
 KEY = "sealed"
 DIGESTS_KEY = "digests"  # of the file of digests that a large checkpoint has (`box_digests.py`)
 

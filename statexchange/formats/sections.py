@@ -27,20 +27,6 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, excerp
 from statexchange.formats.source import KINDS_OF_JOBS, EvenFiles, Section, SectionName, Source
 from statexchange.storage.location import parse_stored
 
-__all__ = [
-    "ALL",
-    "MODEL_OF_PARTS",
-    "SECTIONS",
-    "check_section",
-    "no_section",
-    "problems_of",
-    "section_note",
-    "section_of",
-    "sections_from",
-    "sections_of",
-    "select_section",
-]
-
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 ALL = "all"
 MODEL_OF_PARTS = "model of parts"  # the model of a framework's directory (directories.py), all of anything else

@@ -64,36 +64,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.regions import BoxDigest
 
-__all__ = [
-    "FLAT_PARAMETERS",
-    "KINDS_BESIDE_CONFIGS",
-    "KINDS_OF_JOBS",
-    "KINDS_WITH_KEYS",
-    "KINDS_WITH_RANKS",
-    "WEIGHT_SUFFIXES",
-    "EvenFiles",
-    "EvenParts",
-    "Part",
-    "Section",
-    "SectionName",
-    "ShardFile",
-    "Source",
-    "SourceKind",
-    "SourceTensor",
-    "UnreadableTensor",
-    "abbreviated_list",
-    "abbreviated_names",
-    "abbreviated_reasons",
-    "empty_weights_text",
-    "is_flat_parameter",
-    "joined",
-    "merged_metadata",
-    "open_listed",
-    "parsing",
-    "strides_of",
-    "unknown_dtypes",
-]
-
 _MAX_LISTED, _MAX_NAME = 8, 100
 _AHEAD_BYTES = 64 << 20  # of all files of a source that is read ahead
 SourceKind = Literal[
@@ -310,7 +280,7 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
     for metadata in files:
         for key, value in metadata.items():
             values.setdefault(key, {})[value] = None
-    lists = [torchao.listed_weights(text) for text in values.get(torchao.TENSOR_NAMES, ())]
+    lists = list(map(torchao.listed_weights, values.get(torchao.TENSOR_NAMES, ())))
     if len(lists) > 1 and None not in lists:
         names: dict[str, None] = {}
         for listed in lists:

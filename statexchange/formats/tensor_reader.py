@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import TensorPlan
     from statexchange.sharding.shards import Piece
 
-__all__ = ["MEMORY_BYTES", "TensorReader", "prefetch", "reduce_into"]
-
 MEMORY_BYTES = 4 * WINDOW_BYTES  # one window, and what a cast or a reduction needs
 
 

@@ -23,24 +23,6 @@ from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import ITEMSIZE, name_of_dtype
 from statexchange.values import SCALAR_TYPES
 
-__all__ = [
-    "Archive",
-    "DcpEntry",
-    "TensorArchives",
-    "TensorView",
-    "class_of",
-    "describe",
-    "dtype_of",
-    "holds_tensor",
-    "is_of_torch",
-    "is_plain",
-    "is_tensor",
-    "open_archive",
-    "refusal_of",
-    "unwrap_tensor",
-    "view_of",
-]
-
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _START_BYTES = len(_LEGACY)
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes

@@ -68,8 +68,6 @@ from statexchange.values import MAX_DEPTH, encode
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchFile", "leaves", "matches", "read"]
-
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _BESIDE_DCP = {"meta.pt", "common.pt"}  # of Lightning and of Megatron
 _OF_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")  # entries of its files of model states
@@ -319,7 +317,7 @@ class TorchFile:
         local = view_of(unwrap_tensor(attributes["_local_tensor"]))
         local_range = self._archive.byte_range(local)
         mesh = spec["mesh"].state
-        splits = [_dim_split(placement) for placement in _checked_count(spec["placements"])]
+        splits = list(map(_dim_split, _checked_count(spec["placements"])))
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []

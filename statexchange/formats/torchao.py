@@ -14,8 +14,6 @@ from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 
-__all__ = ["TENSOR_NAMES", "listed_weights", "renamed_records"]
-
 TENSOR_NAMES = "tensor_names"
 
 

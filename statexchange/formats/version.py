@@ -46,18 +46,6 @@ from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
 
-__all__ = [
-    "DELTA_SCHEMA",
-    "VERSION_INDEX",
-    "VERSION_KEY",
-    "delta_facts",
-    "index_metadata",
-    "is_unfinished",
-    "key_of",
-    "matches",
-    "read",
-]
-
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"

@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "Frames",
-    "PatchedFile",
-    "are_runs",
-    "compressor",
-    "decompressed",
-    "frame_ends",
-]
-
 _LEVEL = 1  # random differences do not become smaller at a higher one
 
 

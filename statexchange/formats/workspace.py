@@ -28,8 +28,6 @@ from statexchange.storage.workspace import (
     is_run_name,
 )
 
-__all__ = ["matches", "position", "read"]
-
 _SHOWN_RANKS = 20
 
 
@@ -42,10 +40,10 @@ def _depth(opened: OpenedPath) -> int | None:
     """Return the depth of a directory below a workspace's root: 0 for the root, 1 for a run, 2 for a round."""
     if _is_round(opened.store):
         return 2
-    if any(_is_round(store) for store in _below(opened.store, is_round_name)):
+    if any(map(_is_round, _below(opened.store, is_round_name))):
         return 1
     for run in _below(opened.store, is_run_name):
-        if any(_is_round(store) for store in _below(run, is_round_name)):
+        if any(map(_is_round, _below(run, is_round_name))):
             return 0
     return None
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomState"]
-
 
 class RandomState:
     """The random number generators of this process: torch's, CUDA's, numpy's and Python's own.

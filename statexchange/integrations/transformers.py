@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
-__all__ = ["CheckpointsTrainer", "ExportCallback"]
-
 _log = logging.getLogger(__name__)
 _STATE_FILE = "trainer_state.json"
 _RANK_FIELDS = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that Trainer sets anew

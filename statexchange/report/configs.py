@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.storage.store import Budget
 
-__all__ = [
-    "ConfigComparison",
-    "ConfigFacts",
-    "DifferingKey",
-    "RanksValue",
-    "compare_configs",
-    "config_facts",
-    "plain_configs",
-    "plain_entries",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ConfigFacts:

@@ -33,8 +33,6 @@ from statexchange.units import format_bytes
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["DiffReport", "TensorDiff", "diff_paths"]
-
 _PART_BYTES = 2 * MEMORY_BYTES  # of both sides: what one thread compares in a row,
 _PART_NAMES = 256  # or so many small tensors
 

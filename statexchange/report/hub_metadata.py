@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from statexchange.storage.location import OpenedPath
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub", "metadata_store"]
-
 _FOLDERS = (".cache", "huggingface", "download")
 _SUFFIX = ".metadata"
 _MAX_DEPTH = 20

@@ -22,8 +22,6 @@ from statexchange.storage import atomic
 from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.workspace import RankName, WorkspaceView
 
-__all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks"]
-
 State = Literal["whole", "unfinished", "abandoned", "broken", "missing"]
 _MAX_MISSING = 1000  # listed of a round: a file's name may claim any world size
 

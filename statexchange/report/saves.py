@@ -14,8 +14,6 @@ from statexchange.storage.steps import newest_step, read_saves, saves_path, supe
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import UnfinishedBuild
 
-__all__ = ["SaveRow", "SavesReport", "UnfinishedRow", "list_saves"]
-
 _MAX_SHOWN = 4  # problems of one save in warnings
 
 

@@ -42,8 +42,6 @@ from statexchange.storage.store import local_path
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["ScanRow", "scan"]
-
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 # By the state of the owner, of a writer and of a removal. Whether one of another host still runs cannot be known.

@@ -27,15 +27,6 @@ from statexchange.report.tensor_facts import (
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Store
 
-__all__ = [
-    "SectionSummary",
-    "Summary",
-    "model_config",
-    "model_of",
-    "model_rows",
-    "summarize",
-]
-
 _MAX_MODEL = 60  # characters of a model's class
 
 

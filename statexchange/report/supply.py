@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Source
 
-__all__ = [
-    "Supplied",
-    "Supply",
-    "cells_of",
-    "nbytes_by_rank",
-    "supply_of",
-    "supply_picture",
-]
-
 _MAX_CELLS, _MAX_RANKS = 8000, 16
 _LEFT, _FRAME = MARGIN + 300, 360  # of the frames in which tensors are drawn
 _MAX_ROWS, _MIN_LINED = 20, 4  # tensors with a row of their own; size of cells with lines between them

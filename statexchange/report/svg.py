@@ -10,19 +10,6 @@ from statexchange.units import printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "BORDER",
-    "MARGIN",
-    "NOT_THERE",
-    "WIDTH",
-    "Drawing",
-    "lightened",
-    "palette",
-    "text_colour",
-    "text_width",
-    "title_of",
-]
-
 WIDTH, MARGIN = 900, 20
 BORDER = 'stroke="#888" stroke-width=".5"'
 NOT_THERE = "url(#not-there)"  # the fill of what is missing: hatching

@@ -25,27 +25,6 @@ if TYPE_CHECKING:
 
     Computed = Mapping[tuple[int, str, int], str]  # digests by file, tensor and box
 
-__all__ = [
-    "Branch",
-    "ModuleNode",
-    "Region",
-    "TensorFacts",
-    "TensorRow",
-    "aliases_of",
-    "cover_problems",
-    "element_box",
-    "file_numbers",
-    "group_box",
-    "known_bytes",
-    "known_digest",
-    "module_branches",
-    "module_tree",
-    "tensor_facts",
-    "tensor_rows",
-    "uncovered",
-]
-
-
 # --- All tensors ---
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Source
 
-__all__ = ["parameters_picture", "treemap"]
-
 _HEIGHT = 520
 _MIN_AREA = 60.0  # of a tensor with an area of its own
 _MAX_COMPONENTS = 8  # of a name; further dots stay in the last one

@@ -25,8 +25,6 @@ from statexchange.units import format_shape
 if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
-__all__ = ["CHECKS", "Check", "StoredBox", "TensorChecks", "ValueFindingError"]
-
 Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
 CHECKS: tuple[Check, ...] = get_args(Check)
 

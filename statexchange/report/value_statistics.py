@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
     from statexchange.tensors import Array, ByteMemory
 
-__all__ = ["Bin", "ValueDiff", "ValueStatistics", "ValueSums", "read_slice", "read_statistics"]
-
 _BINS = 20  # the most bins of a histogram; if values differ, it has more than half as many
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
 _MANTISSA, _LEAST_EXPONENT = 53, -1074  # bits of a float64; exponent of its least positive number

@@ -28,8 +28,6 @@ from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
 
-__all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
-
 _UNREAD = "unread"
 
 

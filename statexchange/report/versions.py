@@ -16,8 +16,6 @@ from statexchange.storage.versions import all_versions, retired_versions, size_a
 if TYPE_CHECKING:
     from statexchange.report.value_checks import Check
 
-__all__ = ["VersionRow", "list_version_rows", "verify_versions"]
-
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:

@@ -26,26 +26,6 @@ if TYPE_CHECKING:
 
     from statexchange.tensors import DType
 
-__all__ = [
-    "ADAPTER_PATTERN",
-    "FLOATS",
-    "MODEL_PATTERN",
-    "CallOptions",
-    "Cast",
-    "Convert",
-    "ExportOptions",
-    "FilesFrom",
-    "LoadOptions",
-    "Options",
-    "Rename",
-    "Replicas",
-    "Selection",
-    "check_equal_options",
-    "mesh_option",
-    "renamed",
-    "unmatched",
-]
-
 T = TypeVar("T")
 Rename: TypeAlias = Callable[[str], str] | Sequence[tuple[str, str]]
 Replicas = Literal["equal", "root"]

@@ -20,27 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from statexchange.errors import excerpt
 from statexchange.sharding.options import renamed
 
-__all__ = [
-    "ADAPTER_PREFIX",
-    "Key",
-    "ListItem",
-    "Path",
-    "TupleItem",
-    "agreed_paths",
-    "find_wrapper",
-    "is_adapter",
-    "is_index",
-    "joined",
-    "module_prefix",
-    "moved_path",
-    "note_on_adapters",
-    "note_on_wrappers",
-    "paths_above",
-    "text_of",
-    "without_wrappers",
-    "wrapper_rules",
-]
-
 Key = object
 Path = tuple[Key, ...]
 _MAX_DIGITS = 19  # of an index, which no list has; Python refuses to convert texts of more than 4,300

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "Pieces",
-    "RankPiece",
-    "SpecPieces",
-    "boxes_of",
-    "has_copies",
-    "holders_of",
-    "nbytes_by_holder",
-    "pieces_of_rank",
-    "pieces_written_by",
-    "spec_pieces",
-]
-
 _FEW_PIECES = 16  # the most of one tensor whose boxes are cached
 
 

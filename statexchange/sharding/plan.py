@@ -40,23 +40,6 @@ from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
 from statexchange.sharding.shards import Box, LongTuple, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
 
-__all__ = [
-    "FilePlan",
-    "HolderLabel",
-    "Plan",
-    "RankShards",
-    "TensorPlan",
-    "cover_sum",
-    "covers_evenly",
-    "holders_text",
-    "is_packed_weight",
-    "plan_merge",
-    "plan_tensors",
-    "plan_writers",
-    "prove_cover",
-    "replica_error",
-]
-
 _MAX_CUT_DIMS = 12  # of one tensor; no sharding cuts so many
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
 _FEW_BOXES = 16  # the most of one tensor for which the proof of their cover is cached

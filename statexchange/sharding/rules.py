@@ -64,18 +64,6 @@ from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, 
 from statexchange.sharding.sharding_spec import coordinate_of
 from statexchange.sharding.shards import Box, boxes_of_runs, is_inside, sizes_from_json
 
-__all__ = [
-    "REDUCTIONS",
-    "DimSegments",
-    "Layout",
-    "Part",
-    "Rule",
-    "layout_advice",
-    "place_parts",
-    "renumber_names",
-    "with_dots",
-]
-
 _MAX_SHOWN = 8  # numbers in a message
 # Along one dim. A model has far fewer heads, but a rule of a few bytes could ask for a run of each index.
 _MAX_RUNS = 1 << 20
@@ -525,7 +513,7 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
         if rank >= len(raw["boxes"]):
             raise ValueError(f"boxes are given for {len(raw['boxes'])} ranks only")
         try:
-            boxes = tuple(Box.from_json(box) for box in raw["boxes"][rank])
+            boxes = tuple(map(Box.from_json, raw["boxes"][rank]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{_BOXES_FORM}; {error}") from None
     else:

@@ -19,18 +19,6 @@ from statexchange.messages import Shared
 from statexchange.sharding.shards import Box, Shard, boxes_of_runs
 from statexchange.tensors import ITEMSIZE
 
-__all__ = [
-    "DimRun",
-    "DimSplit",
-    "Placement",
-    "ShardingSpec",
-    "coordinate_of",
-    "covers_exactly",
-    "local_boxes",
-    "parts_within",
-    "runs_by_dim",
-]
-
 # Of one rank, in one dim or as boxes of one tensor. A placement in a file is a few bytes, whatever it asks for.
 _MAX_PIECES = 1 << 16
 

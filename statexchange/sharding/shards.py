@@ -15,31 +15,6 @@ from statexchange.tensors import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "MAX_DIMS",
-    "MAX_SIZE",
-    "Box",
-    "LongTuple",
-    "Piece",
-    "Shard",
-    "TensorInfo",
-    "begin_of_run",
-    "boxes_of_run",
-    "boxes_of_runs",
-    "c_contiguous",
-    "c_strides",
-    "full_box",
-    "index_at",
-    "intersect",
-    "is_inside",
-    "linear_offset",
-    "numel_of",
-    "region_text",
-    "selected_box",
-    "shape_from_json",
-    "sizes_from_json",
-]
-
 _T = TypeVar("_T")
 
 MAX_DIMS = 64  # as numpy 2 has it

@@ -13,8 +13,6 @@ from statexchange.sharding.rules import REDUCTIONS
 from statexchange.sharding.shards import is_inside, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:

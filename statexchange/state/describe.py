@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["NO_MESH", "Description", "LocalTensor", "MeshLayout", "State", "describe", "local_tensors", "new_dtensor"]
-
 # State as callers give it: a module, a mapping of names to tensors (nested where a call allows it), or a list of such.
 State: TypeAlias = "Module | Mapping[str, Leaf] | Sequence[Module | Mapping[str, Leaf]]"
 

@@ -36,26 +36,6 @@ from statexchange.state.types import Leaf
 from statexchange.state.units import hyperparameters
 from statexchange.values import UnknownValue
 
-__all__ = [
-    "ABSENT",
-    "Conflicts",
-    "Entries",
-    "Entry",
-    "OpaqueValue",
-    "RankEntries",
-    "SavedGroup",
-    "SavedOptimizer",
-    "SavedTensor",
-    "are_equal",
-    "first_keys",
-    "flatten_tree",
-    "has_no_leaves",
-    "is_empty_mapping",
-    "join_numbered",
-    "read_optimizer",
-    "refuse_opaque",
-]
-
 ABSENT: Leaf = object()  # where a source has nothing
 
 

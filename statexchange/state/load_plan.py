@@ -57,21 +57,6 @@ from statexchange.tensors import (
 )
 from statexchange.units import format_number
 
-__all__ = [
-    "PLAIN",
-    "LoadPlan",
-    "LoadTarget",
-    "Matching",
-    "NameFilter",
-    "Place",
-    "has_wrappers",
-    "name_of",
-    "named",
-    "other_kind_error",
-    "tensor_to_fill",
-]
-
-
 # Values that are installed as they are.
 PLAIN = (bool, int, float, str, type(None))
 

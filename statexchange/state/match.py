@@ -64,8 +64,6 @@ from statexchange.state.units import (
 from statexchange.tensors import is_tensor
 from statexchange.units import format_number
 
-__all__ = ["match"]
-
 
 def match(state: Leaf, live: LiveState, matching: Matching) -> LoadPlan:
     """Plan how a live state becomes that of the source. Not collective; nothing is changed yet.

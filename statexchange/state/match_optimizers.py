@@ -59,8 +59,6 @@ from statexchange.state.units import (
 )
 from statexchange.tensors import is_tensor, is_torch
 
-__all__ = ["OptimizerMatcher"]
-
 # What schedulers add to param groups: it says nothing of the optimizer's class.
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 

@@ -15,8 +15,6 @@ from statexchange.state.tree import children, parts, path_to, sharded_kind, step
 from statexchange.state.types import Leaf
 from statexchange.tensors import TensorLike, is_tensor
 
-__all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves"]
-
 
 def holds_sharded(value: Leaf) -> bool:
     """Whether `value` is, or contains, an object of Megatron-Core."""

@@ -60,8 +60,6 @@ from statexchange.state.units import (
 )
 from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor, is_tensor_type
 
-__all__ = ["SavedState", "describe_save"]
-
 _UNITS = ("object", "module", "optimizer")  # kinds of entries that have a state of their own
 _LEFT_OUT: Leaf = object()
 

@@ -39,40 +39,6 @@ from statexchange.state.units import (
 )
 from statexchange.tensors import is_tensor_type, is_torch
 
-__all__ = [
-    "PLAIN_TYPES",
-    "LiveEntry",
-    "LiveState",
-    "Node",
-    "ParameterName",
-    "check_change",
-    "check_no_state_in",
-    "children",
-    "contains",
-    "contains_state",
-    "flatten",
-    "has_indices",
-    "is_dataclass",
-    "is_leaf",
-    "is_mutable",
-    "kind_of",
-    "nodes",
-    "other_with",
-    "parameter_names",
-    "parts",
-    "path_to",
-    "refill",
-    "replaced",
-    "sharded_kind",
-    "step_form",
-    "steps",
-    "too_deep_error",
-    "types_in_objects",
-    "walk",
-    "with_children",
-    "with_types_of",
-]
-
 Container: TypeAlias = Leaf
 """A mapping, list, tuple, namedtuple or dataclass."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Leaf", "Module", "Optimizer", "Stateful"]
-
 Leaf: TypeAlias = Any
 """A tensor, live or stored, or a plain value: whatever a program keeps in its state."""
 

@@ -18,38 +18,6 @@ from statexchange.sharding.paths import find_wrapper, without_wrappers
 from statexchange.state.types import Leaf, Module, Optimizer, Stateful
 from statexchange.tensors import is_dtensor, is_torch
 
-__all__ = [
-    "ObjectStates",
-    "OptimizerState",
-    "bare_name",
-    "check_module",
-    "check_optimizer",
-    "class_name",
-    "has_loader",
-    "hyperparameters",
-    "install_optimizer",
-    "is_extra_state",
-    "is_module",
-    "is_optimizer",
-    "is_per_rank",
-    "is_stateful",
-    "labelled_parameters",
-    "layers",
-    "live_items",
-    "load_items",
-    "load_object",
-    "model_items",
-    "module_items",
-    "named_parameters",
-    "names_of_groups",
-    "optimizer_tree",
-    "parameters_of",
-    "resizable_buffers",
-    "resizes",
-    "state_of_object",
-    "state_of_optimizer",
-]
-
 # Modules
 
 # The attribute of each wrapper that has the module inside.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from statexchange.storage.publish.objects import Objects
     from statexchange.storage.store import Store
 
-__all__ = ["AddedFile"]
-
 _MODE = 0o666  # reduced by the umask
 
 

@@ -55,22 +55,6 @@ from statexchange.storage.files import (
     sync_file,
 )
 
-__all__ = [
-    "NO_LINKS",
-    "exchange_names",
-    "identity_of",
-    "invalidate_listings",
-    "invalidate_lookups",
-    "is_abandoned",
-    "is_temporary",
-    "link_same",
-    "new_file",
-    "new_nonce",
-    "remove_abandoned",
-    "rename_entry",
-    "write_new",
-]
-
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # flags of renameat2(2)
 _JOINED_BYTES = 32 << 10  # of smaller parts, which are written together: a copy takes less than a write

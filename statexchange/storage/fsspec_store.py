@@ -38,17 +38,6 @@ from statexchange.errors import (
 )
 from statexchange.storage.store import EntryKind, Store, StoredFile
 
-__all__ = [
-    "FsspecStore",
-    "ReadAhead",
-    "file_system",
-    "is_missing_bucket",
-    "open_url",
-    "storage_errors",
-    "tags_of_info",
-    "version_of_info",
-]
-
 _NUM_WINDOWS = 8  # that a file has: several threads may read it, each in another place
 _GAP_BYTES = 64 << 10  # from the end of one read to another that counts as going on there
 _LEAST_BYTES = 64 << 10
@@ -288,6 +277,7 @@ class FsspecFile(StoredFile):
         return data
 
     def check_unchanged(self) -> None:
+        """Ask the store for its size and version again."""
         try:
             with storage_errors("look up", self._url):
                 self._system.invalidate_cache()
@@ -299,6 +289,7 @@ class FsspecFile(StoredFile):
 
     @property
     def version(self) -> list[str | int]:
+        """Path, size and version."""
         # Without a version from the store nothing proves that two reads are of one version, so no two values are equal.
         return [self.path, self.size, self._version or secrets.token_hex(8)]
 
@@ -309,7 +300,10 @@ class FsspecFile(StoredFile):
 
     @property
     def shared_identity(self) -> list[str | int] | None:
-        return [self.size, self._version] if self._version is not None else None
+        """Size and version; None if the store gives no version."""
+        if self._version is None:
+            return None
+        return [self.size, self._version]
 
 
 class FsspecStore(Store):

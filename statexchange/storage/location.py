@@ -42,28 +42,6 @@ from statexchange.values import MAX_DEPTH
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "MAX_MANIFEST_BYTES",
-    "MAX_PARSED_BYTES",
-    "STALE_S",
-    "Attempts",
-    "OpenedPath",
-    "check_parsed_size",
-    "decode_stored",
-    "directory_of",
-    "is_remote",
-    "open_path",
-    "parse_json",
-    "parse_stored",
-    "read_json",
-    "read_option_file",
-    "read_with_retry",
-    "resolve_path",
-    "seal",
-    "target_path",
-    "unseal",
-]
-
 # Paths
 
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.publish.build import Build
 
-__all__ = ["begin_copy", "begin_fetch", "commit_copy", "copy_path", "drop_copies", "files_of", "is_in_copy"]
-
 _RECORD = "copy.json"
 _SCHEMA = 2
 _NAME = re.compile(r"copy-[0-9a-f]{32}")

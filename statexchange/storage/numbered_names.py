@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["NumberedNames"]
-
 
 @dataclass(frozen=True, slots=True)
 class NumberedNames:

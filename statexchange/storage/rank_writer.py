@@ -29,12 +29,6 @@ from statexchange.tensors import ITEMSIZE, collector_paused, run_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "DigestedTensors",
-    "digests_of",
-    "write_tensor_file",
-]
-
 _PLACE_OF = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
 _SHARD_OF = attrgetter("shard")
 _TORCH_VERSION = "1.0"

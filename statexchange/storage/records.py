@@ -16,8 +16,6 @@ from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
 
-__all__ = ["Records", "names_in", "records_at"]
-
 _MOST_BYTES = 4096
 _MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
 _CLOCK = "clock"  # an object that is put to learn the server's time

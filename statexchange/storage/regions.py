@@ -28,23 +28,6 @@ if TYPE_CHECKING:
 
 # numpy is imported where bytes are gathered or scattered: a command that copies whole runs starts in half the time.
 
-__all__ = [
-    "READ_AHEAD_BYTES",
-    "BoxDigest",
-    "BoxReader",
-    "Run",
-    "blocks",
-    "box_runs",
-    "in_turns",
-    "one_run",
-    "read_part",
-    "slices_within",
-    "to_global",
-    "to_local",
-    "windows",
-    "write_box",
-]
-
 # Measured: from this length on, a write costs less than the page faults of a mapping.
 _LONG_RUN_BYTES = 32 << 10
 # Measured: from this length on, a separate read costs less than reading the gaps as well.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from statexchange.storage.location import OpenedPath
     from statexchange.storage.store import Store
 
-__all__ = ["SaveCheck", "check_saves", "list_save_directories", "whole_saves"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveCheck:

@@ -36,16 +36,6 @@ from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import ITEMSIZE
 
-__all__ = [
-    "Group",
-    "IndexedTensor",
-    "SaveIndex",
-    "SavedLayout",
-    "index_text",
-    "is_readable",
-    "layout_of",
-]
-
 _MAX_TEXT = 32 << 20  # of an index: whoever lists saves reads it, too
 # Of a mesh: a few digits of a text would otherwise ask for any number of boxes.
 _MAX_RANKS, _MAX_AXES, _MAX_SPLIT = 1 << 20, 16, 1 << 16

@@ -49,26 +49,6 @@ if TYPE_CHECKING:
     from statexchange.storage.publish.build import UnfinishedBuild
     from statexchange.storage.store import Store
 
-__all__ = [
-    "MAX_STEP",
-    "Retention",
-    "check_only_saves",
-    "clear_leftovers",
-    "is_saves_directory",
-    "list_steps",
-    "named_steps",
-    "newest_step",
-    "read_saves",
-    "remove_save",
-    "saved_steps",
-    "saves_path",
-    "step_name",
-    "step_of",
-    "steps_text",
-    "superseded_saves",
-    "unfinished_steps",
-]
-
 _log = logging.getLogger(__name__)
 MAX_STEP = 10**18 - 1
 _MAX_SHOWN = 8  # steps in a message

@@ -76,24 +76,6 @@ from statexchange.storage.files import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "PREFETCH_STEP_BYTES",
-    "Budget",
-    "ByteRange",
-    "EntryKind",
-    "LocalFile",
-    "LocalStore",
-    "Prefetch",
-    "Span",
-    "Store",
-    "StoredFile",
-    "absolute_path",
-    "local_path",
-    "open_local",
-    "replacement_of",
-    "strip_file_scheme",
-]
-
 _log = logging.getLogger(__name__)
 
 EntryKind = Literal["file", "directory", "other"]

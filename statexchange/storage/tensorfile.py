@@ -53,35 +53,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.store import Budget, Store, StoredFile
 
-__all__ = [
-    "MANIFEST",
-    "METADATA_KEY",
-    "SCHEMA",
-    "TORCH_SHARDING_KEY",
-    "TORCH_VERSION_KEY",
-    "WORKSPACE_KEY",
-    "Entry",
-    "Header",
-    "IndexedState",
-    "RankFile",
-    "SaveManifest",
-    "SavedFile",
-    "ShardData",
-    "encode_header",
-    "frozen_file_name",
-    "header_text",
-    "is_of_a_save",
-    "is_stray",
-    "open_rank_file",
-    "rank_file_names",
-    "rank_metadata",
-    "rank_of_file",
-    "read_header",
-    "read_header_bytes",
-    "read_manifest",
-    "removable_files",
-]
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 _MAX_NAME_BYTES = 512
 METADATA_KEY = "__metadata__"
@@ -564,7 +535,7 @@ class SaveManifest:
             "created": self.created,
             "step": self.step,
             "metrics": metrics,
-            "files": [list(pair) for pair in zip(self.files, self.nbytes, strict=True)],
+            "files": list(map(list, zip(self.files, self.nbytes, strict=True))),
         }
         if self.frozen:
             record["schema"] = _WITH_FROZEN

@@ -55,33 +55,6 @@ if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
     from statexchange.storage.store import Store
 
-__all__ = [
-    "GRACE_S",
-    "LEASE_S",
-    "VERSION_PREFIX",
-    "Lease",
-    "all_versions",
-    "begin_run",
-    "check_is_current",
-    "clear_runs",
-    "current_run",
-    "holds_versions",
-    "kept_versions",
-    "list_runs",
-    "list_versions",
-    "retire",
-    "retired_versions",
-    "server_time",
-    "set_latest",
-    "size_and_time",
-    "sweep_retired",
-    "version_age",
-    "version_name",
-    "version_number",
-    "version_path",
-    "versions_path",
-]
-
 GRACE_S = 60.0  # the longest time for which an NFS client of default options answers from its cache (acdirmax)
 LEASE_S = 300.0
 _RENEW_S = 60.0

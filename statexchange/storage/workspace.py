@@ -49,15 +49,6 @@ from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-__all__ = [
-    "RankName",
-    "Workspace",
-    "WorkspaceView",
-    "is_rank_file",
-    "is_round_name",
-    "is_run_name",
-]
-
 _MANIFEST = "manifest.json"  # of a round that was committed
 _ATTEMPTS = 20  # to write into a directory that other ranks keep removing while it is empty
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
@@ -418,7 +409,7 @@ class Workspace:
 
         Not collective. Missing files are no error.
         """
-        for name in [RankName.parse(relative) for relative in relatives]:
+        for name in list(map(RankName.parse, relatives)):
             self._remove(name.run, name.round, [name.file])
 
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:

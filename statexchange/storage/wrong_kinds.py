@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
-__all__ = ["wrong_kind_of", "wrong_kind_of_bytes"]
-
 _TEXT_BYTES = 64
 
 

@@ -25,8 +25,6 @@ from statexchange.testing.clean_state import CleanState
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["GO", "KEEP", "Task", "describe", "load", "report", "sender", "serve"]
-
 Send = Callable[[object], None]
 Task: TypeAlias = dict[str, Any]
 """What a rank is to do, as JSON: the function and its arguments, its rank and world, its backend and environment."""

@@ -17,8 +17,6 @@ import signal
 import sys
 import threading
 
-__all__ = ["CleanState"]
-
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _NAMESPACES = ("mnt", "net", "pid", "user", "uts")
 
@@ -85,9 +83,9 @@ def _checked_state() -> dict[str, object]:
         "child processes": _has_children(),
         "sockets and shared memory": _open_files(),
         "users": (os.getresuid(), os.getresgid()),
-        "limits": [resource.getrlimit(limit) for limit in _LIMITS],
+        "limits": list(map(resource.getrlimit, _LIMITS)),
         "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES],
-        "signal handlers": [signal.getsignal(number) for number in signal.valid_signals()],
+        "signal handlers": list(map(signal.getsignal, signal.valid_signals())),
         "default dtype": "torch.float32" if torch is None else str(torch.get_default_dtype()),
         "gradients": torch is None or torch.is_grad_enabled(),
         "deterministic algorithms": torch is not None and torch.are_deterministic_algorithms_enabled(),

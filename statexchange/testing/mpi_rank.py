@@ -9,8 +9,6 @@ from multiprocessing.connection import Client
 from statexchange import settings, values
 from statexchange.testing import child
 
-__all__ = ["main"]
-
 
 def main(address: str) -> None:
     """Connect to the launcher at its socket `address`, and do its tasks. Not collective; blocks on the launcher."""

@@ -10,10 +10,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.settings import check_timeout
-from statexchange.testing.child import report
 from statexchange.testing.worlds import LAUNCH_METHODS, World, open_world
-
-__all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
 _START_S = 60.0  # for all ranks to import their function: torch takes long on a busy machine
 _GRACE_S = 2.0  # for the peers of a failed rank to end by themselves

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.communicator import Communicator
 
-__all__ = ["LAUNCH_METHODS", "World", "dismiss_kept", "mpi_missing", "open_world"]
-
 LAUNCH_METHODS = ("threads", "processes", "gloo", "mpi")  # what `run_ranks` takes as `backend`
 Value: TypeAlias = Any
 """What a rank's function takes or returns, or a rank sends."""

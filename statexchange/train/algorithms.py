@@ -21,16 +21,6 @@ from statexchange.errors import InvalidArgumentError, NumericOverflowError
 from statexchange.train.buckets.options import BucketType, Communicate
 from statexchange.train.buckets.reducer import BucketReducer
 
-__all__ = [
-    "Algorithm",
-    "Decentralized",
-    "GradientAllReduce",
-    "QuantizedAllReduce",
-    "Run",
-    "ScatterGatherAllReduce",
-    "as_algorithm",
-]
-
 Peers = Literal["all", "shift_one", "ring"]
 
 _WIDE = (torch.float32, torch.float64)  # dtypes in which weights are averaged

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import MismatchError
 
-__all__ = ["Entry", "compare", "shortened"]
-
 _MOST_SHOWN = 4
 
 

@@ -18,8 +18,6 @@ from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError, type_text
 
-__all__ = ["DistributedDataContainer", "part_of"]
-
 Uneven = Literal["short", "pad", "drop", "balanced"]
 Sample: TypeAlias = Any
 """A sample, or a part of one: whatever the caller's data has."""
@@ -148,7 +146,7 @@ class DistributedDataContainer(Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Sample]:
         """Return the samples of a batch, by the dataset's own `__getitems__` if it has one."""
         # A DataLoader calls this, and not `__getitem__`, for a batch.
-        samples = [self._sample(index) for index in indices]
+        samples = list(map(self._sample, indices))
         fetch: Callable[[list[int]], Sequence[Sample]] | None = getattr(self.data, "__getitems__", None)
         if fetch is not None:
             return fetch(samples)

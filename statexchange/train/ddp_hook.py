@@ -23,8 +23,6 @@ from statexchange.comm.defaults import as_communicator
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket  # torch.distributed exports it, but not for type checkers
 
-__all__ = ["as_comm_hook"]
-
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 
 

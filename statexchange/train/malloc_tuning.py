@@ -8,8 +8,6 @@ import os
 
 import torch
 
-__all__ = ["raise_malloc_thresholds", "trim_malloc"]
-
 # glibc allocates larger blocks by mmap whatever it has learned (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB).
 _LARGEST_HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10)
 

@@ -31,8 +31,6 @@ from statexchange.train.synchronize import allreduce_parameters, broadcast_param
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["AlgorithmOptimizer", "DistributedModule", "Setting", "Tuner", "data_parallel"]
-
 _PHASE = "switching the algorithm"
 _SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
 _MAX_STEP_TIMES = 1 << 12  # kept at most: without a tuner nobody takes them away

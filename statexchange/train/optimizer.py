@@ -27,8 +27,6 @@ from statexchange.train.synchronize import synchronize
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["DistributedOptimizer", "Loss"]
-
 Loss: TypeAlias = Any
 """What a closure returns: most often a tensor or a number, or None."""
 

@@ -10,8 +10,6 @@ import torch
 from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor, replicated_part
 
-__all__ = ["Source", "local_part", "named_parameters"]
-
 # Parameters as callers give them: a module, a mapping of names, parameters, (name, parameter) pairs, or modules.
 Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"

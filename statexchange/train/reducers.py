@@ -16,8 +16,6 @@ from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["CoalescingReducer", "InlineReducer", "Reducer", "operation"]
-
 R = TypeVar("R", bound="Reducer")
 _log = logging.getLogger("statexchange")
 

@@ -72,8 +72,6 @@ from statexchange.tensors import (
 from statexchange.train.comparison import Entry, compare
 from statexchange.train.windows import broadcast_tensors, windows
 
-__all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
-
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
 

@@ -11,8 +11,6 @@ import torch
 from statexchange.comm.communicator import Communicator
 from statexchange.tensors import TensorLike
 
-__all__ = ["broadcast_tensors", "windows"]
-
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.backends.reduction import Finish
 
-__all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
-
 # Bytes of a message that goes in one step, and how much of it is payload. Most of this package's messages are shorter.
 _RECORD, _INLINE = 256, 248
 

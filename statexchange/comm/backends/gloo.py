@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     AnyWork: TypeAlias = NativeWork | Work[object]
 
-__all__ = ["GlooBackend"]
-
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
 _BLOCK_BYTES = 8 << 20
 _NEVER_SENT_TAG = 3  # messages have tags 0 to 2

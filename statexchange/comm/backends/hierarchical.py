@@ -20,8 +20,6 @@ from statexchange.errors import PeerError, StallError, StateExchangeError
 if TYPE_CHECKING:
     from statexchange.comm.topology import Topology
 
-__all__ = ["HierarchicalBackend"]
-
 EnterOnNode: TypeAlias = Callable[[int | None, Wait], Sequence[int]]
 
 

@@ -22,8 +22,6 @@ from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.wait import Wait
 from statexchange.shared_memory import Arena
 
-__all__ = ["Mailbox"]
-
 # The size of the notes that ranks compare before data moves (collectives.py): nothing else uses the tags 0 and 1.
 _NOTE_BYTES = 320
 _CHUNK_BYTES = 1 << 18

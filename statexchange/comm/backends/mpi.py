@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.backends.reduction import Finish
 
-__all__ = ["MPIBackend", "world"]
-
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields

@@ -21,8 +21,6 @@ from statexchange.comm.wait import Wait
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work  # torch.distributed exports it, but not for type checkers
 
-__all__ = ["NCCLBackend"]
-
 _WIDE = (torch.float32, torch.float64)
 _NCCL_INTS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 

@@ -7,19 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "COMPLEX",
-    "FLOATS",
-    "HALVES",
-    "INTS",
-    "NO_FINISH",
-    "Finish",
-    "from_bytes",
-    "reduce_parts",
-    "reduces_locally",
-    "to_bytes",
-]
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)

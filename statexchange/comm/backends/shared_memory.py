@@ -44,8 +44,6 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError
 from statexchange.shared_memory import Arena, Attached
 
-__all__ = ["SharedMemoryBackend"]
-
 _log = logging.getLogger("statexchange")
 _WINDOW_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 19  # of all ranks together; up to this size every rank reduces all of it, which saves barriers

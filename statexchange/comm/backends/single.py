@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.backends.reduction import Finish
 
-__all__ = ["SingleBackend"]
-
 
 class SingleBackend(Backend):
     """One rank, without peers."""

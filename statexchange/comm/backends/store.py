@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from statexchange.comm.tcp_store import Server
 
-__all__ = ["StoreBootstrap", "over_group"]
-
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
 

@@ -30,26 +30,6 @@ from statexchange.settings import default_timeout_s
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed exports it, but not for type checkers
 
-__all__ = [
-    "GRACE_S",
-    "LONGEST_S",
-    "as_timedelta",
-    "ask_store",
-    "await_keys",
-    "await_ranks",
-    "begun",
-    "first_line",
-    "known_groups",
-    "make_gloo_group",
-    "ranks_key",
-    "reduce_options",
-    "run_of_default_group",
-    "start",
-    "store_of_group",
-    "torch_errors",
-    "torch_timeout",
-]
-
 T = TypeVar("T")
 LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch end
 GRACE_S = 1.0  # torch's deadlines are this much later than ours; also the longest wait for others in `close`

@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ConnectionEndedError", "JsonConnection"]
-
 _LONGEST_LINE_BYTES = 1 << 20  # more without a newline is no message of a rank: any program may connect
 
 

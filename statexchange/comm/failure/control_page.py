@@ -52,8 +52,6 @@ from statexchange.errors import (
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "closed_error", "open_control_page"]
-
 _LENGTH_BYTES = 8
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)

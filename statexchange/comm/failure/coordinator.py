@@ -19,8 +19,6 @@ from statexchange.comm.failure.connection import ConnectionEndedError, JsonConne
 from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.topology import Topology
 
-__all__ = ["Coordinator"]
-
 
 class Coordinator(FailureDetector):
     """Rank 0: receives from all members, and sends to all."""

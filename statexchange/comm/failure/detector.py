@@ -59,8 +59,6 @@ from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
 
-__all__ = ["FailureDetector", "GroupView"]
-
 _PERIOD_S = 0.25  # between two messages of a rank, in groups of up to _LARGE_GROUP ranks; in larger ones longer
 _LARGE_GROUP = 128
 _SILENT_PERIODS = 6

@@ -21,8 +21,6 @@ from statexchange.comm.failure.connection import ConnectionEndedError, JsonConne
 from statexchange.comm.failure.detector import FailureDetector, GroupView
 from statexchange.comm.topology import Topology
 
-__all__ = ["CoordinatorAddress", "Member", "connect_member"]
-
 _CONNECT_S = 1.0
 _RECONNECT_S = 0.5
 _REFUSALS_OF_DEAD = 2

@@ -16,17 +16,6 @@ from contextvars import ContextVar
 
 from statexchange.errors import PeerError, StateExchangeError
 
-__all__ = [
-    "UNWATCHED",
-    "AbandonedError",
-    "FailureMonitor",
-    "OuterMonitor",
-    "PeerMonitor",
-    "forming_group",
-    "named_failure",
-    "outer_monitor",
-]
-
 _NAMING_S, _NAP_S = 2.0, 0.02  # for the monitor to learn which rank has failed
 _ARRIVAL_S = 2.0  # for what a peer sent before it left to arrive
 

@@ -22,8 +22,6 @@ from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 
-__all__ = ["start_failure_detector"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -33,22 +33,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.tensorfile import ShardData
 
-__all__ = [
-    "NO_PLAN",
-    "Build",
-    "Member",
-    "OutputFile",
-    "OwnCheck",
-    "ReplaceCheck",
-    "UnfinishedBuild",
-    "WrittenFile",
-    "busy_error",
-    "open_builds",
-    "owner_state",
-    "removed_error",
-    "target_exists",
-]
-
 ReplaceCheck: TypeAlias = Callable[[Store], Sequence[str]]
 """Given the directory at the target, return its file names in removal order; raise UnsafeError or CorruptError if it
 must not be replaced."""

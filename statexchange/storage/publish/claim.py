@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.store import Store
 
-__all__ = ["CLAIM_NAME", "Claim", "claim_of"]
-
 CLAIM_NAME = ".statexchange-claim.json"
 _SCHEMA = 1
 _MAX_BYTES = 64 << 20

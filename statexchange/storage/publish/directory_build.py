@@ -93,17 +93,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.tensorfile import ShardData
 
-__all__ = [
-    "DirectoryBuild",
-    "DirectoryMember",
-    "Leftover",
-    "check_target",
-    "conflict",
-    "find_leftovers",
-    "identity_at",
-    "refuse_others",
-]
-
 _log = logging.getLogger(__name__)
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 # How long open files of other processes may keep a directory on NFS from being removed: the client that removes an open

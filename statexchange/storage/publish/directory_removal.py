@@ -22,8 +22,6 @@ from statexchange.storage.publish.directory_build import (
     refuse_others,
 )
 
-__all__ = ["DirectoryRemoval", "check_directory", "unfinished_builds"]
-
 
 def unfinished_builds(path: str) -> list[UnfinishedBuild]:
     """Return what publishers and removals have under hidden names beside the target `path`.

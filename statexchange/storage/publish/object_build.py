@@ -85,16 +85,6 @@ if TYPE_CHECKING:
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
     from statexchange.storage.tensorfile import ShardData
-__all__ = [
-    "ObjectBuild",
-    "ObjectFile",
-    "ObjectMember",
-    "check_url",
-    "clear_objects",
-    "remove_objects",
-    "unfinished_objects",
-]
-
 _log = logging.getLogger(__name__)
 REMOVAL = "removal"
 _Stage: TypeAlias = Literal["unclaimed", "claimed", "clearing", "building"]

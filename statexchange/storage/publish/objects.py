@@ -30,8 +30,6 @@ from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-__all__ = ["Objects", "conditional"]
-
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
 _MAX_PARTS = 9000  # S3 takes 10,000

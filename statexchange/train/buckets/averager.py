@@ -28,8 +28,6 @@ from statexchange.train.malloc_tuning import trim_malloc
 from statexchange.train.parameters import local_part
 from statexchange.train.reducers import operation
 
-__all__ = ["BucketAverager"]
-
 _PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they are in cache
 
 

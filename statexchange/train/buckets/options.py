@@ -13,8 +13,6 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.settings import check_flags
 from statexchange.train.reducers import operation
 
-__all__ = ["BucketOptions", "BucketType", "Communicate", "ReducerOptions", "TrainingOptions", "check_names"]
-
 BucketType = Literal["gradient", "weight"]
 Communicate = Callable[[torch.Tensor], "Work[Any] | None"]
 

@@ -20,8 +20,6 @@ from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
 from statexchange.train.comparison import shortened
 
-__all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
-
 _PART_BYTES = 64  # a cache line: no two buckets share one
 _BATCH_BYTES = 32 << 20
 

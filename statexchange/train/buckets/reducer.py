@@ -64,8 +64,6 @@ from statexchange.train.reducers import Reducer
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["BucketReducer", "GradientHooks", "average_gradients"]
-
 # The number of the next reducer of a communicator. Ranks compare it: else those that make two reducers in different
 # orders, over parameters of the same names, would average one's gradients with the other's.
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()

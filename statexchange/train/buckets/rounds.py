@@ -17,8 +17,6 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
 from statexchange.train.buckets.views import Bucket, BucketView
 
-__all__ = ["ARRIVED", "FROZEN", "LATE", "PHASE", "Arrival", "RoundReport", "RoundSummary", "exchange_reports"]
-
 PHASE = "averaging gradients"
 
 # Flags of a parameter on one rank

@@ -13,8 +13,6 @@ from statexchange.tensors import is_dtensor
 from statexchange.train.comparison import Entry
 from statexchange.train.parameters import local_part
 
-__all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients", "views_of"]
-
 
 class BucketView:
     """A parameter and its place in a bucket.

@@ -25,7 +25,8 @@ import torch
 import statexchange as sx
 from nfs_lab.guest.actions import Errors, Values
 from statexchange.checkpoint import version_retention
-from statexchange.exchange.subscriber import StagedVersion, Version
+from statexchange.exchange.subscriber import StagedVersion
+from statexchange.exchange.version_reading import Version
 from statexchange.storage.versions import Lease, version_number
 
 SHAPE = (400, 128)  # of each of the two tensors: 102,400 bytes of bf16
