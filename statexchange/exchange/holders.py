@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError
-from statexchange.formats.listed_files import ListedFiles, ListedTensor, Place
+from statexchange.formats.save_files import ListedFiles, ListedTensor, Place
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly, parts_within
 from statexchange.sharding.shards import Box, c_strides

@@ -23,7 +23,7 @@ from statexchange.errors import (
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.reading import differing_text
-from statexchange.formats.listed_files import ListedFiles
+from statexchange.formats.save_files import ListedFiles
 from statexchange.formats.source import Source
 from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.paths import paths_above

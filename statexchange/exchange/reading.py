@@ -31,7 +31,7 @@ from statexchange.errors import (
 )
 from statexchange.exchange.holders import SpecParts, TensorParts, parts_by_name
 from statexchange.exchange.staging import Staging
-from statexchange.formats.listed_files import ListedFiles, ListedTensor
+from statexchange.formats.save_files import ListedFiles, ListedTensor
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import Replicas
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError, excerpt
-from statexchange.formats.listed_files import ListedFiles
+from statexchange.formats.save_files import ListedFiles
 from statexchange.formats.source import ShardFile, Source, parsing
 from statexchange.storage.location import OpenedPath, parse_stored
 from statexchange.storage.publish.claim import claim_of

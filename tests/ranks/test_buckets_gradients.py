@@ -136,21 +136,21 @@ def test_no_gradient_is_lost_with_any_number_of_backwards_on_any_rank(
         dice = random.Random(100 * step + rank)
         return [[f"p{i}" for i in range(6) if dice.random() < 0.6] for _ in range(dice.randrange(4))]
 
-    def work() -> bool:
+    def work() -> list[tuple[int, str]]:
         comm = sx.get_communicator()
         n = comm.world_size
         params = parameters((3,), (2, 4), (), (7,), (5,), (1,))
         reducer = BucketReducer(params, comm, **settings)
-        ok = True
+        wrong = []
         for step in range(15):
             for names in calls(step, comm.rank):
                 if names:
                     backward(params, comm.rank, step, names)
             reducer.finalize()
-            ok &= all(matches(name, p, step, n) for name, p in params.items())
+            wrong += [(step, name) for name, p in params.items() if not matches(name, p, step, n)]
             for p in params.values():
                 p.grad = None
-        return ok
+        return wrong
 
     def matches(name: str, p: torch.Tensor, step: int, n: int) -> bool:
         times = [sum(name in names for names in calls(step, rank)) for rank in range(n)]
@@ -159,7 +159,7 @@ def test_no_gradient_is_lost_with_any_number_of_backwards_on_any_rank(
         total = sum(t * gradient_of(name, p, rank, step) for rank, t in enumerate(times))
         return torch.allclose(p.grad, total / n, rtol=1e-15, atol=0)
 
-    assert all(run_ranks(work, 3))
+    assert run_ranks(work, 3) == [[]] * 3
 
 
 def test_a_second_backward_accumulates_while_buckets_are_in_flight() -> None:
