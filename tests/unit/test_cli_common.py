@@ -84,6 +84,7 @@ def test_a_directory_of_checkpoints_is_not_found_and_the_error_names_scan(
     more = {"merge": [tmp_path / "out"], "diff": [made / "whole"]}.get(command, [])
     code, _, err = call(command, made, *more)
     assert (code, "statexchange scan lists them" in err, err.count("\n")) == (3, True, 1)
+    assert "statexchange ls the versions of weights" in err
 
 
 @pytest.mark.parametrize("command", ["info", "ls", "verify"])
