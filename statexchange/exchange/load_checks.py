@@ -35,8 +35,8 @@ from statexchange.units import format_number
 _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
 _ADVICE = (
-    'rename=[("pattern", "replacement")] gives the source the names of the state, {"prefix": state} or state["prefix"] '
-    "adds or removes one prefix"
+    'rename=[("pattern", "replacement")] changes the names of the source; '
+    'to add a prefix to those of the state, load {"prefix": state}; to remove it, load state["prefix"]'
 )
 
 

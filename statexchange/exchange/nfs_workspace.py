@@ -189,8 +189,8 @@ class NFSWorkspace:
             raise NotFoundError(text, rank=target_rank, path=os.path.join(workspace.path, earlier.relative))
         what = "any round" if round is None else f"round {round}"
         text = (
-            f"rank {target_rank} has written no file in {what} within {timeout_s:g} s: check that it writes to the "
-            "same path and run"
+            f"rank {target_rank} has written no file in {what} within {timeout_s:g} s: wait longer by "
+            "timeout_s=, and check that it writes to the same path and run"
         )
         raise NotFoundError(text, rank=target_rank, path=workspace.path)
 

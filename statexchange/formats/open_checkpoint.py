@@ -236,7 +236,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         if name in self._tensors:
             return self._tensors[name]
         text = f"there is no tensor of this name{did_you_mean(str(name), self._tensors)}"
-        advice = "a plain value is put into state = {} by load_checkpoint(state, path)"
+        advice = "to read a plain value, call load_checkpoint(state, path) with state = {}"
         raise UnknownNameError(f"{text}; {advice}", name=str(name), path=self.path)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -91,7 +91,7 @@ UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are
 _UNKNOWN = (
     "neither a save, a workspace nor a checkpoint "
     "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files); "
-    "where it is a directory of checkpoints, statexchange scan lists them"
+    "if it is a directory of checkpoints, statexchange scan lists them, and statexchange ls the versions of weights"
 )
 
 

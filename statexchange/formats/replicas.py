@@ -18,7 +18,7 @@ def advice_on_copies(source: Source, tensor: TensorPlan) -> str:
     # A layout would concatenate what are copies or versions of one model in files of no rank.
     are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
     if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding
-        return f"if each holds a part, give a layout (--layout): {rules}; {advice}"
+        return f"if each holds a part, give a layout (--layout FILE.json): {rules}; {advice}"
     return advice
 
 

@@ -21,7 +21,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from scripts import HOME, PAGES, page_blocks, page_text, run_commands, shell
+from scripts import HOME, PAGES, page_block, page_blocks, page_text, run_commands, shell
 from sweeps import slow
 
 from statexchange.sharding.rules import Layout
@@ -65,7 +65,7 @@ OF_OTHER_TESTS = {
     "block: to_sign.py": "test_signing",
     "commands: sign": "test_signing",
 }
-SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md", "docs/how-to/weights.md"}  # they import torch
+SLOW = {f"docs/how-to/{name}.md" for name in ("collectives", "fsdp2", "saves", "weights")}  # they import torch
 
 
 def kind_of(marker: str) -> str:
@@ -130,6 +130,15 @@ def test_the_readme_is_short_and_its_links_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)", text)
     assert len(links) > 20
     assert [link for link in links if not (HOME / link).is_file()] == []
+
+
+def test_the_example_and_the_table_of_the_readme_each_fit_a_screen() -> None:
+    """A screen has 24 lines of 100 columns."""
+    example = page_block("block: train.py").splitlines()
+    table = [line for line in page_text("README.md").splitlines() if line.startswith("|")]
+    for lines in (example, table):
+        assert 10 < len(lines) <= 24
+        assert [line for line in lines if len(line) > 100] == []
 
 
 def test_no_page_has_code_that_is_not_fenced() -> None:

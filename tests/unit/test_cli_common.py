@@ -74,6 +74,7 @@ def test_a_directory_of_checkpoints_is_not_found_and_the_error_names_scan(
 ) -> None:
     code, _, err = call(*words_of(command, made, tmp_path / "out"))
     assert (code, "statexchange scan lists them" in err, err.count("\n")) == (3, True, 1)
+    assert "statexchange ls the versions of weights" in err
 
 
 @pytest.mark.parametrize("command", ON_SEVERAL_PATHS)

@@ -256,7 +256,8 @@ def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
     (tmp_path / "b").mkdir()  # a tensor that the plan lacks is found by its copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
-    assert refuse(ReplicaError, "give a layout", tmp_path / "b", plan, *both).name == "b.weight"
+    error = refuse(ReplicaError, r"give a layout \(--layout FILE\.json\)", tmp_path / "b", plan, *both)
+    assert error.name == "b.weight"
 
 
 @settings(max_examples=25)

@@ -104,7 +104,7 @@ def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None
     ("shapes", "text"),
     [
         ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}.*\{"w": \{"dim": 1\}\} .*\[3, 2\]'),
-        ([(3,), (3,)], r'\(--layout\): \{"w": \{"dim": 0\}\}; '),
+        ([(3,), (3,)], r'\(--layout FILE\.json\): \{"w": \{"dim": 0\}\}; '),
         ([(3, 2), (3, 1)], r'layout: \{"w": \{"dim": 1\}\}'),
         ([(2, 3, 2), (2, 4, 2)], r'layout: \{"w": \{"dim": 1\}\}'),
     ],
@@ -152,7 +152,7 @@ def test_a_part_that_no_rank_holds_is_incomplete(tmp_path: Path) -> None:
 
 def test_errors_without_a_layout_print_a_rule(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    error = refuse(ReplicaError, r'--layout\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *TWO_RANKS)
+    error = refuse(ReplicaError, r'--layout FILE\.json\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *TWO_RANKS)
     assert (error.name, error.rank) == ("w", 1)
     (tmp_path / "b").mkdir()
     states = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]

@@ -91,6 +91,13 @@ def test_a_reader_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
     assert found == [[{"rank": r}, r] for r in range(3)]
 
 
+def test_a_read_that_does_not_wait_says_how_to_wait(tmp_path: Path) -> None:
+    workspace = sx.NFSWorkspace(tmp_path / "ws", run="job")
+    workspace.write_configs_and_weights({}, {})
+    with pytest.raises(sx.errors.NotFoundError, match="within 0 s: wait longer by timeout_s="):
+        workspace.read_configs_and_weights_from_rank(1)
+
+
 def has_no_identity(path: str) -> None:
     with pytest.raises(ValueError, match="no id") as caught:
         sx.NFSWorkspace(path).write_configs_and_weights({}, {})
