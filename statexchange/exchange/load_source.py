@@ -14,8 +14,8 @@ from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundErro
 from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.reading import StoredTensors
-from statexchange.formats.save_files import ListedFiles
 from statexchange.formats.registry import open_source
+from statexchange.formats.save_files import ListedFiles
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import KINDS_WITH_KEYS, Source
 from statexchange.state.entries import (

@@ -55,11 +55,11 @@ class Format(Protocol):
 
         A broken listing, such as an index, raises CorruptError. What is wrong with one file is one of the source's
         `problems`, and the tensors that it affects are in `unreadable`: CorruptError for a broken file, TruncatedError
-        for one that is too short, IncompleteError for one that is listed and absent (`open_listed`), although `Store.open` raises NotFoundError,
-        which would mean that there is no checkpoint. Both have the path of the file, by which `problems_of` pairs
-        them. A part whose place in its tensor is not known is left out. A gap between parts, or an overlap, is found
-        where the tensor is planned. A tensor of an unsupported dtype is in `unreadable` alone. `notes` name the weights
-        beside the checkpoint that are not read (`unread_weights`).
+        for one that is too short, IncompleteError for one that is listed and absent (`open_listed`), although
+        `Store.open` raises NotFoundError, which would mean that there is no checkpoint. All have the path of the file,
+        by which `problems_of` pairs them. A part whose place in its tensor is not known is left out. A gap between
+        parts, or an overlap, is found where the tensor is planned. A tensor of an unsupported dtype is in `unreadable`
+        alone. `notes` name the weights beside the checkpoint that are not read (`unread_weights`).
         """
 
 

@@ -34,7 +34,7 @@ class Kind:
         listing: the file that lists the others, or says what they are; "" without one.
         at: what is given to `info` and `verify`, and has a row in `scan`, below the path.
         has_digests: whether digests of the bytes are stored, so that `verify` checks them.
-        container: how a tensor file is built: "safetensors", "zip", or another word, which excludes the mutations of these.
+        container: how a tensor file is built: "safetensors", "zip", or another word, without the mutations of these.
         step: the step that `scan` shows.
         row: where the row is, if it is not at `at`.
         format: the kind that the tool calls it.

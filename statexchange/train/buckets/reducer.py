@@ -17,10 +17,10 @@ A round, on every rank:
    of `views`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
-6. Gradients that arrived late, for a bucket in flight, are reduced and added; ranks where nothing was late send zeros.
-   Gradients without a bucket get one, in rank 0's order of arrival; in the first round, unless `buckets` is given, these
-   are all. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all ranks, so that its
-   bucket would never be full, the plan is emptied and the next round makes a new one.
+6. Gradients that arrived late, for a bucket in flight, are reduced and added; ranks where nothing was late send
+   zeros. Gradients without a bucket get one, in rank 0's order of arrival; in the first round, unless `buckets` is
+   given, these are all. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all
+   ranks, so that its bucket would never be full, the plan is emptied and the next round makes a new one.
 
 With ``overlap=False`` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it. So ranks must agree in this option.
