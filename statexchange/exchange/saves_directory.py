@@ -237,7 +237,7 @@ class SavesDirectory:
     ) -> int | None:
         if wanted is not None:
             if wanted not in saves:
-                listed = f"there are steps {steps_text(saves)}" if saves else "there is none"
+                listed = f"saved: {steps_text(saves)}" if saves else "there is none"
                 raise NotFoundError(f"there is no save of step {wanted}: {listed}", path=self.path)
             return wanted
         if saves:

@@ -90,9 +90,11 @@ def read(opened: OpenedPath) -> Source:
             _add_entries(first)
             add_tensors(step, first)
     descriptions: dict[str, str] = {}
+    texts: dict[str, str] = {}
     unreadable = list(step.unreadable)
     for file in step.files.values():
         descriptions |= file.others
+        texts |= file.texts
         unreadable += file.unsupported
     source = Source(
         "deepspeed",
@@ -100,6 +102,7 @@ def read(opened: OpenedPath) -> Source:
         tuple(file.shard_file for file in step.files.values()),
         world_size=step.world_size,
         others=descriptions,
+        texts=texts,
         problems=tuple(step.problems),
         unreadable=tuple(unreadable),
         notes=tuple(step.notes),

@@ -477,3 +477,12 @@ def test_a_missing_file_whose_names_are_unknown_is_named_whatever_the_patterns(
     path = copy_of("experts", tmp_path)
     (path / "global_step2/layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
     refused(IncompleteError, "expert 2", path, section=section, include=["*.weight"])
+
+
+def test_plain_values_of_the_job_are_shown_and_loaded(call: CommandLine) -> None:
+    code, printed, _ = call("show", str(SAMPLES / "llama3"))
+    assert code == 0
+    assert "  global_steps: 2\n" in printed
+    state = {"global_steps": 0, "checkpoint_parallel_dimensions": {"tp_degree": 0}}
+    sx.load_checkpoint(state, SAMPLES / "llama3", strict=False)
+    assert state == {"global_steps": 2, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}}
