@@ -1,7 +1,7 @@
 """The laws of simplicity that can be counted: how long a story is, and what its modules look like.
 
 A ceiling only goes down. One that a change would break says that a story has become longer: look for a shorter way to
-tell it first.
+tell it first. A new format, backend or command raises `MOST_TOKENS` by what its own files have, in the same commit.
 """
 
 import ast
@@ -27,8 +27,8 @@ MOST_PARAMETERS = 8
 MOST_LINES_OF_TESTS = 500
 # Of the whole package. Tokens count what code says, however it is folded, and docstrings as one each; the others are
 # counted per 1,000 lines: comments on lines of their own, ternaries and comprehensions, and uses of `Any`.
-MOST_TOKENS = 419_000
-LEAST_REASONS, MOST_DENSE, MOST_ANY = 31.0, 24.0, 7.0
+MOST_TOKENS = 410_500
+LEAST_REASONS, MOST_DENSE, MOST_ANY = 31.5, 24.0, 7.0
 STORY_PACKAGES = ("state", "exchange")
 
 
@@ -50,9 +50,9 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 617, 47, 0),
-    "save": Walk(25, 525, 39, 2),
-    "export": Walk(25, 420, 24, 0),
-    "merge": Walk(25, 638, 56, 0),
+    "save": Walk(25, 512, 35, 2),
+    "export": Walk(25, 417, 24, 0),
+    "merge": Walk(25, 634, 56, 0),
     "synchronize": Walk(12, 232, 33, 1),
 }
 
