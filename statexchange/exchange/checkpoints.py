@@ -35,10 +35,10 @@ from statexchange.exchange.load_newest import SaveLoader
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import MemoryCopies
 from statexchange.exchange.save import save_state
-from statexchange.exchange.save_schedule import SaveSchedule, whole_number
+from statexchange.exchange.save_schedule import SaveSchedule
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.exchange.saving import SaveReport, SaveRequest
-from statexchange.sharding.options import CallOptions, LoadOptions
+from statexchange.sharding.options import CallOptions, LoadOptions, whole_number
 from statexchange.state.describe import State
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -120,10 +121,12 @@ def digest_of_state(described: Description, options: ExportOptions) -> str:
     return digest(RankMetadata.of(described, options.texts()).data)
 
 
-def published_boxes(
-    comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts
-) -> list[PublishedBox]:
-    """Return a copy of what this rank has written of a full version, by its receipts. Not collective.
+Kept: TypeAlias = list[tuple[WritePlan, list[PublishedBox]]]
+"""The plan of one full version, with the boxes that this rank has written."""
+
+
+def keep_boxes(kept: Kept, comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts) -> None:
+    """Keep a copy of what this rank has written of a full version, by its receipts. Not collective.
 
     Raises:
         ReplacedError: a tensor was changed since it was written.
@@ -142,4 +145,4 @@ def published_boxes(
         if xxhash.xxh3_128_digest(data.data) != receipts.digests[receipt]:
             raise ReplacedError("this tensor was changed while it was published", name=tensor.source)
         boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
-    return boxes
+    kept.append((plan, boxes))

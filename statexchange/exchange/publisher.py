@@ -24,7 +24,6 @@ from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedVersion
-from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
     PublishReport,
     VersionOptions,
@@ -39,6 +38,7 @@ from statexchange.sharding.options import (
     Rename,
     Replicas,
     check_equal_options,
+    whole_number,
 )
 from statexchange.state.describe import Description, State, describe
 from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from typing import TypeAlias
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.settings import check_timeout
+from statexchange.sharding.options import whole_number
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
@@ -161,16 +161,3 @@ def _signal_names(on_signal: str | Sequence[str] | None) -> tuple[str, ...]:
             raise InvalidArgumentError(f"on_signal takes names such as 'SIGTERM' or 'SIGUSR1', not {excerpt(name)}")
         checked[signal.Signals[name].name] = None
     return tuple(checked)
-
-
-def whole_number(value: object, name: str, *, least: int = 0) -> int:
-    """Return a whole number of at least `least`; raise InvalidArgumentError for anything else."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidArgumentError(f"{name} must be a whole number, not {excerpt(value)}") from None
-    if number < least:
-        raise InvalidArgumentError(f"{name} must be at least {least}, not {number}")
-    return number

@@ -19,7 +19,6 @@ from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StallError, excerpt
 from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
-from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_cache import VersionCache
 from statexchange.exchange.version_reading import (
     NOT_YET,
@@ -30,7 +29,7 @@ from statexchange.exchange.version_reading import (
     open_version,
 )
 from statexchange.formats.registry import open_checkpoint
-from statexchange.sharding.options import Convert, Rename
+from statexchange.sharding.options import Convert, Rename, whole_number
 from statexchange.state.describe import State
 from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.versions import version_age, version_name, version_path, versions_path

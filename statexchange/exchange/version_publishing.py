@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from statexchange.checkpoint.publication import Draft, Publication, VersionMarks, listed_boxes
@@ -11,13 +12,12 @@ from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
-from statexchange.exchange.receipts import Receipts, gather_provenance
+from statexchange.exchange.published import Kept, PublishedVersion, digest_of_state, keep_boxes
+from statexchange.exchange.receipts import gather_provenance
 from statexchange.exchange.version_delta import Delta, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY, index_metadata
 from statexchange.formats.version_frames import compressor
 from statexchange.sharding.plan import Plan
-from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
@@ -149,14 +149,16 @@ def _publish_full(
     bases: Mapping[int, int | None],
 ) -> tuple[PublishReport, PublishedVersion]:
     """Export all tensors, and keep a copy of this rank's part. Collective."""
-    kept: list[tuple[WritePlan, list[PublishedBox]]] = []
-
-    def keep(plan: WritePlan, receipts: Receipts) -> None:
-        kept.append((plan, published_boxes(comm, described, plan, receipts)))
-
+    kept: Kept = []
     marks = VersionMarks({"version": f"{number:06d}"}, {VERSION_KEY: {"run": run, "number": number}})
     # Before the commit: if the copy fails on any rank, there is no version.
-    exported = export_described(described, None, replace(request, marks=marks, on_written=keep), comm, None)
+    exported = export_described(
+        described,
+        None,
+        replace(request, marks=marks, on_written=partial(keep_boxes, kept, comm, described)),
+        comm,
+        None,
+    )
     report, root = exported.report, exported.root
     (plan, boxes) = kept[0]
     names = from_root(comm, [] if root is None else list(root.plan.tensors), list[str], "the names of the tensors")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -164,6 +165,19 @@ def _from_zero(option: str, value: float | None, kind: type = Real) -> object:
     if value is not None and not (isinstance(value, kind) and value >= 0):
         raise InvalidArgumentError(f"{option} must be a number from 0 on, not {excerpt(value)}")
     return value
+
+
+def whole_number(value: object, name: str, *, least: int = 0) -> int:
+    """Return a whole number of at least `least`; raise InvalidArgumentError for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(f"{name} must be a whole number, not {excerpt(value)}") from None
+    if number < least:
+        raise InvalidArgumentError(f"{name} must be at least {least}, not {number}")
+    return number
 
 
 def _timeout(option: str, value: object) -> float:

@@ -200,7 +200,7 @@ def test_a_load_without_any_matching_name_names_the_options(tmp_path: Path) -> N
 def test_a_load_without_strict_that_lacks_all_state_is_refused_though_a_plain_value_fits(tmp_path: Path) -> None:
     sx.save_checkpoint({"step": 3}, tmp_path / "saved")
     live: dict[str, Any] = {"step": 0, "more": {"epoch": 1, "sampler": Holder({"n": 1})}}
-    with pytest.raises(FileNotFoundError, match="1 missing in the source: more"):
+    with pytest.raises(FileNotFoundError, match="in the source: more"):
         sx.load_checkpoint(live, tmp_path / "saved", strict=False)
     assert live["step"] == 0
     del live["more"]["sampler"]

@@ -323,7 +323,7 @@ def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: A
 def test_a_load_names_an_entry_that_cannot_be_read_among_those_that_the_state_lacks(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "odd": HoldsTensors(torch.ones(1))}, tmp_path / "x.pt")
     live = {"w": torch.zeros(2)}
-    with pytest.raises(sx.errors.InvalidArgumentError, match="1 not in the state: odd;"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="in the state: odd;"):
         sx.load_checkpoint(live, tmp_path / "x.pt")
     assert live["w"].tolist() == [0, 0]
     assert sx.load_checkpoint(live, tmp_path / "x.pt", strict=False).unexpected == ("odd",)

@@ -267,14 +267,14 @@ def failing_after_writing(path: str) -> None:
     comm = sx.get_communicator()
     publisher = sx.Publisher(path)
     weights = {"w": torch.zeros(50)}
-    kept = version_publishing.published_boxes
+    kept = version_publishing.keep_boxes
     if comm.rank == 1:
-        version_publishing.published_boxes = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+        version_publishing.keep_boxes = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
     try:
         with pytest.raises((MemoryError, PeerError), match="no memory"):
             publisher.publish(weights, 1)
     finally:
-        version_publishing.published_boxes = kept
+        version_publishing.keep_boxes = kept
     comm.barrier()
     assert list(Path(path).glob("*/weight_v*")) == []
     assert publisher.publish(weights, 1).kind == "full"

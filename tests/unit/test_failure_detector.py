@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import failure_detectors
@@ -124,7 +124,12 @@ class Relay:
         self.port = self._listener.getsockname()[1]
         self._ends: list[socket.socket] = []
         self.swallows = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the end of the test
@@ -133,7 +138,7 @@ class Relay:
                 coordinator = socket.create_connection(self._address)
                 self._ends += [member, coordinator]
                 for source, target in ((member, coordinator), (coordinator, member)):
-                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+                    self._start(self._pass_on, source, target)
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -149,8 +154,13 @@ class Relay:
         self.swallows = False
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
 
 
 def test_a_failure_that_was_lost_with_the_connection_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
