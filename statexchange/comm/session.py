@@ -324,6 +324,8 @@ class Session:
             self.raise_if_dead()
             try:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
+            except PeerError as error:
+                raise named_failure(error, self.monitor, self.topology.hosts, peer) from error
             except AbandonedError:
                 self._has_cut_message = True  # the peer may have sent a part of it, which nobody will receive
                 if self._last_shared_error is not None and not self.monitor.collective_requested():

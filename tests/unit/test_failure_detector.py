@@ -19,7 +19,7 @@ from failure_detectors import HOSTS, RANKS, detectors, failure_of, until
 from statexchange.comm.failure import start
 from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.member import CoordinatorAddress, Member, connect_member
-from statexchange.comm.failure.monitor import UNWATCHED
+from statexchange.comm.failure.monitor import UNWATCHED, named_failure
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StallError
 
@@ -113,6 +113,17 @@ def test_a_lost_connection_is_reconnected() -> None:
         assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
         members[1].report_failure(PeerError(1, "its own code", "later"))
         assert str(failure_of(members[2], 0.5)) == "rank 1 failed in its own code: later"
+
+
+def test_a_message_whose_connection_ended_names_a_peer_that_has_closed() -> None:
+    ended, hosts = PeerError(-1, "recv (from rank 2)", "connection ended"), ("anna", "anna", "bert", "bert")
+    with detectors() as members:
+        members[2].close("it closed its communicator")
+        named = named_failure(ended, members[1], hosts, peer=2)
+        assert str(named) == "rank 2 on bert failed in recv (from rank 2): it closed its communicator"
+        members[3].report_failure(PeerError(3, "its own code", "broken"))
+        members[3].close()
+        assert str(named_failure(ended, members[1], hosts, peer=3)) == "rank 3 on bert failed in its own code: broken"
 
 
 class Relay:

@@ -7,7 +7,8 @@ bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and `tests/confor
 
 Rules for an implementation. It never blocks without polling its `wait`, whose `until` begins the deadline anew: one
 call for each piece of a long message. If a connection ends, it raises a PeerError of rank -1, also if it knows the
-peer: the session then asks the failure monitor why the peer left. A method that raises keeps alive the tensors and
+peer: the session then asks the failure monitor why the peer left. A StallError is an OSError: `except OSError` around a
+wait would swallow it. A method that raises keeps alive the tensors and
 requests that the transport may still touch. Sends, receives and one collective may run at once, in several threads.
 What holds descriptors is cut off in forked children (`forks`). Tensors arrive prepared by `collectives`:
 one-dimensional and contiguous.

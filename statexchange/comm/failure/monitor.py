@@ -182,14 +182,24 @@ def forming_group(monitor: FailureMonitor, hosts: Sequence[str]) -> Iterator[Non
         _outer.reset(token)
 
 
-def named_failure(error: PeerError, monitor: FailureMonitor, hosts: Sequence[str]) -> StateExchangeError:
-    """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so."""
+def named_failure(
+    error: PeerError, monitor: FailureMonitor, hosts: Sequence[str], peer: int | None = None
+) -> StateExchangeError:
+    """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so.
+
+    `peer` is the rank to which or from which a message went. If it has closed its communicator, that is a failure for
+    this message alone, which `check` does not report.
+    """
     named: StateExchangeError = error
     deadline = time.monotonic() + _NAMING_S
     # The transport may have seen a death before the monitor, which waits for a goodbye first.
     while error.rank < 0 and monitor is not UNWATCHED and named is error and time.monotonic() < deadline:
+        # Before `check`: a peer that has reported an error may close right after, and the error is the reason.
+        departure = None if peer is None else monitor.departure_of(peer, error.phase)
         try:
             monitor.check(error.phase)
+            if departure is not None:
+                raise departure
             time.sleep(_NAP_S)
         except StateExchangeError as reported:
             named = reported
