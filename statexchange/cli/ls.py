@@ -36,7 +36,8 @@ _VERSIONS_HEADER = ("RUN", "VERSION", "TIME", "BYTES", "KIND", "STATE")
 def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, picture: PictureFile | None) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.
 
-    Reads headers only. HELD-BY is the file, or the ranks that have a part.
+    Reads headers only. HELD-BY is the file, or the ranks that have a part; where
+    there are no ranks, the numbers of the files.
 
     Lists the saves if PATH is the directory of a job's saves, and the versions if
     it is a directory of weight versions. STATE is what manifests, sizes and headers
