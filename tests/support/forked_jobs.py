@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self
 from warm_python import import_for_forks, warm_python
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def serve(
