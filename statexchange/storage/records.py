@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 
-from statexchange.errors import NotFoundError
+from statexchange.errors import NotFoundError, StorageError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
@@ -103,6 +103,16 @@ class _FileRecords(Records):
     def remove(self, name: str) -> None:
         with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
             files.remove_file(name, f"{self.path}/{name}", dir_fd)
+
+    def modified(self, name: str) -> float | None:
+        # Not opened: the lease of a reader whose umask lets no other user read it ends as any other.
+        path = f"{self.path}/{name}"
+        try:
+            return os.stat(path).st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError.of(error, "look up", path=path) from error
 
     def now(self) -> float:
         # Without a time of its own, utime lets the server of a network file system take its clock's.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from commands import CommandLine
 from disk_stores import names_at, use_object_stores
 from fsspec.implementations.memory import MemoryFileSystem
+from programs import require_root
 
 import statexchange as sx
 from statexchange.checkpoint import version_retention
@@ -21,8 +24,10 @@ from statexchange.processes import Owner
 from statexchange.report.versions import list_version_rows
 from statexchange.storage import versions
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
+from statexchange.storage.records import records_at
 
 URL = "memory://bucket/updates"
+NOBODY = 65534
 
 
 def publish(url: str, count: int, *, first: int = 1, **options: Any) -> str:
@@ -180,6 +185,22 @@ def test_a_lease_that_cannot_be_read_ends_as_any_other(
     os.utime(lease, (0, 0))
     publish(str(path), 1)
     assert not (path / run).exists()
+
+
+def test_the_lease_of_a_reader_whose_files_nobody_else_may_read_ends_as_any_other() -> None:
+    require_root()
+    with tempfile.TemporaryDirectory() as folder:
+        lease = Path(folder, "0123456789abcdef.json")
+        lease.write_text('{"version": 3}')
+        lease.chmod(0o600)
+        os.utime(lease, (0, 0))
+        os.chown(folder, NOBODY, -1)
+        os.seteuid(NOBODY)  # the trainer, which removes old versions
+        try:
+            assert versions._leased(records_at(folder), [lease.name], time.time()) == set()
+        finally:
+            os.seteuid(0)
+        assert not lease.exists()
 
 
 def test_versions_of_others_beside_other_runs_are_versions(tmp_path: Path) -> None:
