@@ -114,7 +114,9 @@ class DcpParts:
             if begin < end:
                 self.files[file] = slice(begin, end)
         self._file_names = files
-        self._number_of: dict[str, int] = {}  # of each tensor in `tensors`, by its name in the source
+        # The names of `tensors` in the source by their numbers, and the numbers by the names.
+        self._names: dict[int, str] = {}
+        self._number_of: dict[str, int] = {}
 
     def tensors_in(self, file: str) -> list[str]:
         """Return the names, in the metadata, of the tensors of which a file has a part."""
@@ -170,6 +172,7 @@ class DcpParts:
             if key not in meshes:
                 meshes[key] = tuple(numbers_of_columns[of_cells].tolist())
             specs[name] = ShardingSpec(name, grid.dtype, grid.shape, grid.placement(), meshes[key])
+            self._names[number] = name
             self._number_of[name] = number
         self.specs = specs
         return unreadable
@@ -178,8 +181,8 @@ class DcpParts:
         """Return the names of the tensors of which a file has a part."""
         if file.name not in self.files:
             return []
-        present = {*self._numbers[self.files[file.name]].tolist()}
-        return [name for name, number in self._number_of.items() if number in present]
+        names = map(self._names.get, self._numbers[self.files[file.name]].tolist())
+        return [name for name in names if name is not None]  # else the tensor is left out, or lost
 
     def read(self, file: ShardFile, name: str) -> SourceTensor:
         """Return the part that a file has of a tensor; raise KeyError if it has none."""
@@ -210,7 +213,8 @@ class DcpParts:
                 numbers[new] = self._number_of[name]
         # The columns are shared: they are not changed any more, and have millions of rows.
         parts = copy.copy(self)
-        vars(parts).update(specs=specs, _number_of=numbers)
+        names = {number: name for name, number in numbers.items()}
+        vars(parts).update(specs=specs, _names=names, _number_of=numbers)
         return parts
 
 

@@ -91,11 +91,18 @@ def read(opened: OpenedPath) -> Source:
             add_tensors(step, first)
     descriptions: dict[str, str] = {}
     texts: dict[str, str] = {}
+    several: set[str] = set()
     unreadable = list(step.unreadable)
     for file in step.files.values():
         descriptions |= file.others
-        texts |= file.texts
         unreadable += file.unsupported
+        for name, text in file.texts.items():
+            if texts.setdefault(name, text) != text:
+                several.add(name)
+    # Each stage of a pipeline has param groups of its own under one name: none of their values is the job's.
+    for name in several:
+        descriptions[name] = "different values in several files"
+        del texts[name]
     source = Source(
         "deepspeed",
         opened,

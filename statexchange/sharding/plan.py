@@ -379,17 +379,20 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
 
 def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Sequence[RankShards]) -> str | None:
     """Return the name under which all holders with elements of a tensor keep it; None if they do not agree."""
+    shards = by_name[name]
     names: set[str] = set()
-    for number in _holders(by_name[name]):
+    for number in _holders(shards):
         target = rank_shards[number].aliases.get(name, name)
-        # The boxes of a rank of a mesh take a while, and once one is known to be untied, another one adds nothing.
-        if target == name and name in names:
+        others = by_name.get(target, [])
+        # The boxes of a rank of a mesh take a while, and once one is known to be untied, another one adds nothing. Of
+        # equal specs all ranks have equal shards.
+        if target in names and (target == name or _are_equal_specs(shards, others)):
             continue
-        shard = _shard_at(by_name[name], number)
+        shard = _shard_at(shards, number)
         # Empty shards, of a spec, are equal, whatever they are tied to, so they prove nothing.
         if shard is None or not shard.nbytes:
             continue
-        other = _shard_at(by_name.get(target, []), number)
+        other = _shard_at(others, number)
         names.add(target if other is not None and replace(other, name=name) == shard else name)
     if len(names) > 1:
         return None
@@ -401,6 +404,11 @@ def _holders(shards: _TensorShards) -> Sequence[int]:
     if isinstance(shards, ShardingSpec):
         return shards.ranks or range(shards.placement.num_ranks)
     return [holder for holder, shard in shards if shard.nbytes]
+
+
+def _are_equal_specs(shards: _TensorShards, others: _TensorShards) -> bool:
+    """Whether two tensors have specs that differ in their names alone."""
+    return isinstance(others, ShardingSpec) and replace(others, name=_first(shards).name) == shards
 
 
 def _shard_at(shards: _TensorShards, number: int) -> Shard | None:

@@ -259,6 +259,8 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
     That is the rank's coordinates on the axes of the mesh that split a dim. Of an (8, 2) tensor in rows on 4 ranks the
     rows 3 and 4 lie in the boxes of the coordinates (1,) and (2,). The boxes must cover the tensor exactly.
     """
+    if 0 in box.shape:
+        return []
     overlapping = []
     for runs, begin, size in zip(runs_by_dim(shape, placement), *box, strict=True):
         # The runs follow one another, and there may be thousands.

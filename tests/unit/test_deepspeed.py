@@ -486,3 +486,11 @@ def test_plain_values_of_the_job_are_shown_and_loaded(call: CommandLine) -> None
     state = {"global_steps": 0, "checkpoint_parallel_dimensions": {"tp_degree": 0}}
     sx.load_checkpoint(state, SAMPLES / "llama3", strict=False)
     assert state == {"global_steps": 2, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}}
+
+
+def test_a_plain_value_that_differs_between_stages_is_not_loaded(tmp_path: Path) -> None:
+    path = copy_of("pipeline", tmp_path)
+    file = path / "global_step2/bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    file.write_bytes(file.read_bytes().replace(b"clip_gradq\x0bG?", b"clip_gradq\x0bG@"))
+    with pytest.raises(UnsupportedError, match="different values in several files"):
+        sx.load_checkpoint({"optimizer.clip_grad": 0.0}, path, strict=False)

@@ -167,8 +167,7 @@ def test_parts_within_a_box_are_those_that_overlap_it(
                 expected.add((part, tuple(coordinate[axis] for axis in axes)))
     found = parts_within(shape, placement, box)
     assert len(found) == len(set(found))
-    if box.numel:
-        assert set(found) == expected
+    assert set(found) == expected
 
 
 def test_replicas_supply_tensors_in_turn() -> None:
@@ -177,6 +176,22 @@ def test_replicas_supply_tensors_in_turn() -> None:
     plan = plan_merge([RankShards(0, specs), *(RankShards(rank, ()) for rank in range(1, 8))])
     suppliers = [piece.holder for tensor in plan.files[0].tensors for piece in tensor.pieces]
     assert sorted(suppliers) == sorted([*range(8)] * 2)
+
+
+def test_a_tied_name_of_a_large_mesh_is_not_looked_up_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    shard_of = ShardingSpec.shard_of
+
+    def counted(spec: ShardingSpec, rank: int) -> Shard:
+        looked_at.append(rank)
+        return shard_of(spec, rank)
+
+    monkeypatch.setattr(ShardingSpec, "shard_of", counted)
+    mesh, ranks, tied = Placement((64,), (DimSplit(0),)), tuple(range(64)), {"head": "embedding"}
+    specs = [ShardingSpec(name, "F32", (64, 2), mesh, ranks) for name in ("embedding", "head")]
+    plan = plan_merge([RankShards(0, specs, tied), *(RankShards(rank, (), tied) for rank in ranks[1:])])
+    assert names_of(plan) == ["embedding"]
+    assert len(looked_at) < 10
 
 
 def names_of(plan: Plan) -> list[str]:
