@@ -492,5 +492,5 @@ def test_a_plain_value_that_differs_between_stages_is_not_loaded(tmp_path: Path)
     path = copy_of("pipeline", tmp_path)
     file = path / "global_step2/bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     file.write_bytes(file.read_bytes().replace(b"clip_gradq\x0bG?", b"clip_gradq\x0bG@"))
-    with pytest.raises(UnsupportedError, match="different values in several files"):
+    with pytest.raises(UnsupportedError, match="values in several files"):
         sx.load_checkpoint({"optimizer.clip_grad": 0.0}, path, strict=False)

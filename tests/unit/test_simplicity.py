@@ -27,7 +27,7 @@ MOST_PARAMETERS = 8
 MOST_LINES_OF_TESTS = 500
 # Of the whole package. Tokens count what code says, however it is folded, and docstrings as one each; the others are
 # counted per 1,000 lines: comments on lines of their own, ternaries and comprehensions, and uses of `Any`.
-MOST_TOKENS = 410_500
+MOST_TOKENS = 411_000
 LEAST_REASONS, MOST_DENSE, MOST_ANY = 31.5, 24.0, 7.0
 STORY_PACKAGES = ("state", "exchange")
 
