@@ -16,9 +16,10 @@ such a copy the file is written.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
@@ -147,14 +148,10 @@ class FrozenFiles:
     def _linked(self, last: FrozenFile, name: str, target: Target, comm: Communicator) -> FrozenFile | None:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
         path = os.path.join(self._folder, last.listed.name)
-        try:
+        version: str | None = None
+        with _writing_again(path):
             member = join_build(target.path, target.key, MANIFEST)
             version = member.link(name, path, last.identity, comm.progress)
-        except (PeerError, StallError, TargetExistsError):  # this save is over: another rank has failed, or a
-            raise  # publisher has taken over the target
-        except StateExchangeError as error:  # the file is written, as if there were no earlier save
-            _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
-            return None
         if version is None:
             return None
         # A link is the same inode. A copy that a store has made is an object of its own.
@@ -194,27 +191,34 @@ def _written(
     return FrozenFile(listed, identity, file.version, shards_here, file.content.digests)
 
 
+@contextlib.contextmanager
+def _writing_again(path: str) -> Iterator[None]:
+    """A block that tries to link what lies at `path`: if it fails, a warning says that the parameters are written."""
+    try:
+        yield
+    except (PeerError, StallError, TargetExistsError):  # this save is over: another rank has failed, or a publisher
+        raise  # has taken over the target
+    except StateExchangeError as error:
+        _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
+
+
 def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
     """Return this rank's files in a save that an earlier process wrote; none that cannot be read."""
     files: dict[str, FrozenFile] = {}
-    try:
-        with open_path(folder) as opened:
-            manifest = read_manifest(opened.store)
-            if manifest.world_size != comm.world_size:
-                return files
-            for listed in manifest.frozen:
-                if listed.rank == comm.rank:
-                    file = open_rank_file(opened.store, manifest, listed)
-                    digests: dict[str, list[str]] = {}
-                    # This process has not seen the bytes that have these digests: they are read before a link.
-                    for name, tensor in ShardFile.of_rank(file).tensors.items():
-                        boxes = range(len(tensor.byte_ranges))
-                        digests[name] = [tensor.read_digest(box, comm.progress).hexdigest() for box in boxes]
-                    key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
-                    files[key] = FrozenFile(listed, identity, "", file.shards, digests)
-    except (PeerError, StallError):  # another rank has failed
-        raise
-    except StateExchangeError as error:
-        shown = without_secrets(folder)
-        _log.warning("a file of frozen parameters of %s is not linked, but written again: %s", shown, error)
+    with _writing_again(folder), open_path(folder) as opened:
+        manifest = read_manifest(opened.store)
+        if manifest.world_size != comm.world_size:
+            return files
+        for listed in manifest.frozen:
+            if listed.rank != comm.rank:
+                continue
+            with _writing_again(opened.store.path_of(listed.name)):
+                file = open_rank_file(opened.store, manifest, listed)
+                digests: dict[str, list[str]] = {}
+                # This process has not seen the bytes that have these digests: they are read before a link.
+                for name, tensor in ShardFile.of_rank(file).tensors.items():
+                    boxes = range(len(tensor.byte_ranges))
+                    digests[name] = [tensor.read_digest(box, comm.progress).hexdigest() for box in boxes]
+                key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
+                files[key] = FrozenFile(listed, identity, "", file.shards, digests)
     return files

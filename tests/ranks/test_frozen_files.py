@@ -324,6 +324,18 @@ def test_each_first_key_of_the_state_has_a_file_of_its_own(tmp_path: Path) -> No
         assert merged["target.weight"].read(framework="pt")[0, 0] == 20
 
 
+def test_a_damaged_file_of_an_earlier_job_leaves_the_others_linked(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    state = {name: torch.nn.Linear(4, 4).requires_grad_(requires_grad=False) for name in ("first", "second")}
+    sx.Checkpoints(tmp_path).save(state, 10)
+    damaged = min((tmp_path / "step-000000010").glob("*.frozen-*"))
+    flip_last_byte(damaged)
+    sx.Checkpoints(tmp_path).save(state, 20)
+    inodes = frozen_files(tmp_path)
+    assert [len(set(of_file)) for of_file in inodes.values()] == [2, 1]
+    assert verify(tmp_path / "step-000000020").findings == ()
+
+
 def test_a_module_as_the_state_has_one_file(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model.requires_grad_(requires_grad=False)
