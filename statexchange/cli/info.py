@@ -11,7 +11,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
-from statexchange.formats.source import abbreviated_list, abbreviated_names, abbreviated_reasons
+from statexchange.formats.source import abbreviated_list, abbreviated_reasons, with_hidden
 from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:
     fields = []
     for section, of_section in names.items():
         # A job of thousands of ranks has as many files.
-        fields.append((section, abbreviated_names(of_section, _MAX_NAMES)))
+        fields.append((section, with_hidden(of_section[:_MAX_NAMES], len(of_section))))
     return fields
 
 

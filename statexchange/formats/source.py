@@ -221,10 +221,11 @@ def abbreviated_list(entries: Mapping[str, str]) -> str:
     """Return the first names with their descriptions and the number of the others, for a message."""
     listed = islice(entries.items(), _MAX_LISTED)
     shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({description})" for name, description in listed]
-    return _with_hidden(shown, len(entries))
+    return with_hidden(shown, len(entries))
 
 
-def _with_hidden(shown: Sequence[str], count: int) -> str:
+def with_hidden(shown: Sequence[str], count: int) -> str:
+    """Return the texts that are shown and the number of all others, of `count`."""
     text = ", ".join(shown)
     if count > len(shown):
         text += f" and {count - len(shown):,} more"
@@ -233,7 +234,7 @@ def _with_hidden(shown: Sequence[str], count: int) -> str:
 
 def abbreviated_names(names: Sequence[str], most: int = _MAX_LISTED) -> str:
     """Return the first `most` names and the number of the others, for a message."""
-    return _with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:most]], len(names))
+    return with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:most]], len(names))
 
 
 def abbreviated_reasons(reasons: Mapping[str, str]) -> str:
@@ -242,7 +243,7 @@ def abbreviated_reasons(reasons: Mapping[str, str]) -> str:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     listed = islice(names.items(), _MAX_LISTED)
-    return _with_hidden([f"{abbreviated_names(of_reason)} ({reason})" for reason, of_reason in listed], len(names))
+    return with_hidden([f"{abbreviated_names(of_reason)} ({reason})" for reason, of_reason in listed], len(names))
 
 
 def empty_weights_text(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -198,6 +198,13 @@ def test_a_refused_file_of_another_section_does_not_stop_a_merge_of_the_model(
     sx.load_checkpoint({name: torch.zeros_like(one) for name, one in tensors_of(sample).items()}, path)
 
 
+def test_a_long_name_of_a_file_that_cannot_be_read_is_shown_whole(tmp_path: Path, call: CommandLine) -> None:
+    path = copied("torch_checkpointing/state", tmp_path)
+    name = f'it\'s "both" {"long " * 30}_1.pt'
+    (path / name).write_bytes(b"broken")
+    assert f" {name} (cannot be read)" in call("info", path)[1]
+
+
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         import posix
