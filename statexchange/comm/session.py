@@ -67,7 +67,14 @@ from statexchange.comm.calls import (
     under_way,
 )
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
-from statexchange.comm.failure.monitor import AbandonedError, FailureMonitor, PeerMonitor, forming_group, named_failure
+from statexchange.comm.failure.monitor import (
+    AbandonedError,
+    FailureMonitor,
+    PeerMonitor,
+    forming_group,
+    named_failure,
+    naming_failures,
+)
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work, WorkQueue
@@ -323,9 +330,8 @@ class Session:
         def job() -> T:
             self.raise_if_dead()
             try:
-                return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
-            except PeerError as error:
-                raise named_failure(error, self.monitor, self.topology.hosts, peer) from error
+                with naming_failures(self.monitor, self.topology.hosts, peer):
+                    return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
                 self._has_cut_message = True  # the peer may have sent a part of it, which nobody will receive
                 if self._last_shared_error is not None and not self.monitor.collective_requested():

@@ -172,14 +172,22 @@ def forming_group(monitor: FailureMonitor, hosts: Sequence[str]) -> Iterator[Non
         outer = OuterMonitor(monitor)
     token = _outer.set(outer)
     try:
+        with naming_failures(monitor, hosts):
+            yield
+    finally:
+        _outer.reset(token)
+
+
+@contextlib.contextmanager
+def naming_failures(monitor: FailureMonitor, hosts: Sequence[str], peer: int | None = None) -> Iterator[None]:
+    """A block whose PeerError becomes the error that `named_failure` returns."""
+    try:
         yield
     except PeerError as error:
-        named = named_failure(error, monitor, hosts)
+        named = named_failure(error, monitor, hosts, peer)
         if named is error:
             raise
         raise named from error
-    finally:
-        _outer.reset(token)
 
 
 def named_failure(
