@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 
-from statexchange.errors import NotFoundError, StorageError
+from statexchange.errors import NotFoundError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
@@ -66,11 +66,9 @@ class Records(ABC):
         with open_path(self.path) as opened:
             return opened.store.read_small(name, _MOST_BYTES)
 
+    @abstractmethod
     def modified(self, name: str) -> float | None:
         """Return when a file was written; None if it is gone, or if the store does not say."""
-        with contextlib.suppress(NotFoundError), open_path(self.path) as opened:
-            return opened.store.open(name).modified
-        return None
 
     def age(self, name: str, now: float) -> float:
         """Return how many seconds ago a file was written; 0 if it is gone, or if the store does not say."""
@@ -106,13 +104,11 @@ class _FileRecords(Records):
 
     def modified(self, name: str) -> float | None:
         # Not opened: the lease of a reader whose umask lets no other user read it ends as any other.
-        path = f"{self.path}/{name}"
-        try:
-            return os.stat(path).st_mtime
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StorageError.of(error, "look up", path=path) from error
+        with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
+            attributes = files.stat_of(name, dir_fd, f"{self.path}/{name}")
+            if attributes is not None:
+                return attributes.st_mtime
+        return None
 
     def now(self) -> float:
         # Without a time of its own, utime lets the server of a network file system take its clock's.
@@ -147,6 +143,11 @@ class _ObjectRecords(Records):
         version = self._objects.version(name)
         if version is not None:
             self._objects.remove(name, version)
+
+    def modified(self, name: str) -> float | None:
+        with contextlib.suppress(NotFoundError), open_path(self.path) as opened:
+            return opened.store.open(name).modified
+        return None
 
     def now(self) -> float:
         try:
