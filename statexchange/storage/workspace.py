@@ -409,6 +409,7 @@ class Workspace:
 
         Not collective. Missing files are no error.
         """
+        # All paths are parsed first: of several, one that is none of a rank's file lets nothing be removed.
         for name in list(map(RankName.parse, relatives)):
             self._remove(name.run, name.round, [name.file])
 

@@ -1,4 +1,4 @@
-"""What the commands print on a terminal of 80 and of 200 columns: the files in tests/data/golden.
+"""The output of all commands on a terminal of 80 and of 200 columns: the files in tests/data/golden.
 
 After a change that is meant, write the files anew and read what changed in them:
 

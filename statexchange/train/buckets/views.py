@@ -46,7 +46,7 @@ class BucketView:
 
     @property
     def entry(self) -> Entry:
-        """What ranks compare of the parameter."""
+        """Name, dtype, shape and device of the parameter, which ranks compare."""
         dtype, device = self.kind
         return Entry(self.name, f"{dtype}{list(self.shape)} {device}")
 
