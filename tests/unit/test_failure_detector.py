@@ -159,10 +159,10 @@ class Relay:
 
     def cut(self) -> None:
         """End all connections that there are; new ones are passed on."""
-        for end in self._ends:
+        self.swallows = False  # first: a member connects again at once
+        for end in list(self._ends):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        self.swallows = False
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
